@@ -1,0 +1,47 @@
+"""Every net is body -> neck -> head.
+
+The body turns a sample into features, the neck (the identity unless a method puts a projector there)
+turns features into an embedding, the head turns the embedding into logits. Methods speak of these three
+parts and never of an architecture.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+Kind = Literal["image", "vector", "tokens"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a net is sized by: one sample's shape, what it is, and how many classes there are."""
+
+    kind: Kind
+    shape: tuple[int, ...]  # image: (channels, height, width); vector: (width,); tokens: (length,)
+    classes: int
+    vocab: int = 0  # tokens only: ids run from 0 to vocab - 1, 0 is padding
+
+
+class Outputs(NamedTuple):
+    """What one forward pass yields. Suffixes: B batch, F features, E embedding, C classes."""
+
+    features: Tensor  # B F
+    embedding: Tensor  # B E
+    logits: Tensor  # B C
+
+
+class Net(nn.Module):
+    """A body, a neck and a head, registered in this order so that each is one span of the flat weights."""
+
+    def __init__(self, body: nn.Module, head: nn.Linear, *, width: int | None = None) -> None:
+        super().__init__()
+        self.body = body
+        self.neck: nn.Module = nn.Identity()
+        self.head: nn.Module = head
+        self.width = head.in_features if width is None else width  # F, the width of the features
+
+    def forward(self, x: Tensor) -> Outputs:
+        features = self.body(x)
+        embedding = self.neck(features)
+        return Outputs(features, embedding, self.head(embedding))
