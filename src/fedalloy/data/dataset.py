@@ -20,7 +20,9 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     domain: Tensor | None = None  # int64 N: which domain a sample comes from
     domain_names: tuple[str, ...] = ()
-    mean: tuple[float, ...] = field(default=())  # per channel, of pixels scaled to [0, 1]; or per vector entry
+    mean: tuple[float, ...] = field(
+        default=()
+    )  # per channel, of pixels scaled to [0, 1]; or per vector entry
     std: tuple[float, ...] = field(default=())
     vocab: int = 0
 
