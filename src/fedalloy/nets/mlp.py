@@ -1,0 +1,25 @@
+"""Multilayer perceptrons, the model of "2NN" in McMahan et al., AISTATS 2017."""
+
+from math import prod
+from typing import Literal
+
+from torch import nn
+
+from fedalloy.nets.base import Inputs, Net
+from fedalloy.nets.blocks import relu
+from fedalloy.nets.parameters import Count, Depth
+
+
+def mlp(
+    inputs: Inputs, *, hidden: Count = 64, depth: Depth = 1, norm: Literal["none", "batch"] = "none"
+) -> Net:
+    """Multilayer perceptron; depth=0 is multinomial logistic regression."""
+    width = prod(inputs.shape)
+    body = nn.Sequential(nn.Flatten())
+    for _ in range(depth):
+        body.append(nn.Linear(width, hidden))
+        if norm == "batch":
+            body.append(nn.BatchNorm1d(hidden))
+        body.append(relu())
+        width = hidden
+    return Net(body, nn.Linear(width, inputs.classes))

@@ -1,0 +1,106 @@
+"""ResNet: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from fedalloy.nets.base import Inputs, Net
+from fedalloy.nets.blocks import Norm, conv_norm, global_pool, he_init, is_small, relu, round_to
+from fedalloy.nets.parameters import Scale
+
+
+def resnet18(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:
+    """ResNet-18 (He et al., CVPR 2016), without the ImageNet stem for sides up to 64."""
+    return _resnet(inputs, _basic, (2, 2, 2, 2), norm, width)
+
+
+def resnet34(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:
+    """ResNet-34 (He et al., CVPR 2016), without the ImageNet stem for sides up to 64."""
+    return _resnet(inputs, _basic, (3, 4, 6, 3), norm, width)
+
+
+def resnet50(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:
+    """ResNet-50 (He et al., CVPR 2016), without the ImageNet stem for sides up to 64."""
+    return _resnet(inputs, _bottleneck, (3, 4, 6, 3), norm, width, expansion=4)
+
+
+def resnet110(inputs: Inputs) -> Net:
+    """ResNet-110 for CIFAR (He et al., CVPR 2016, section 4.2): 16, 32 and 64 maps, shortcuts of option A."""
+    body = nn.Sequential(conv_norm(inputs.shape[0], 16, activation=relu()))
+    inside = 16
+    for outside in (16, 32, 64):
+        for _ in range(18):  # 6 * 18 + 2 layers
+            shortcut = nn.Identity() if inside == outside else Subsample(outside - inside)
+            body.append(Residual(_pair(inside, outside, outside // inside, "batch"), shortcut))
+            inside = outside
+    return Net(he_init(body.append(global_pool())), nn.Linear(inside, inputs.classes))
+
+
+class Residual(nn.Module):
+    """relu(branch(x) + shortcut(x))."""
+
+    def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(self.branch(x) + self.shortcut(x), inplace=True)
+
+
+class Subsample(nn.Module):
+    """Option A: every other pixel, and maps of zeros for the ones that are missing."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__()
+        self.missing = missing
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(
+            x[:, :, ::2, ::2], (0, 0, 0, 0, self.missing // 2, self.missing - self.missing // 2)
+        )
+
+
+Block = Callable[[int, int, int, Norm], nn.Module]  # (maps before, width, stride, norm)
+
+
+def _basic(inside: int, width: int, stride: int, norm: Norm) -> nn.Module:
+    return Residual(_pair(inside, width, stride, norm), _projection(inside, width, stride, norm))
+
+
+def _bottleneck(inside: int, width: int, stride: int, norm: Norm) -> nn.Module:
+    branch = nn.Sequential(
+        conv_norm(inside, width, 1, norm=norm, activation=relu()),
+        conv_norm(width, width, 3, stride, norm=norm, activation=relu()),
+        conv_norm(width, 4 * width, 1, norm=norm),
+    )
+    return Residual(branch, _projection(inside, 4 * width, stride, norm))
+
+
+def _pair(inside: int, outside: int, stride: int, norm: Norm) -> nn.Sequential:
+    first = conv_norm(inside, outside, 3, stride, norm=norm, activation=relu())
+    return nn.Sequential(first, conv_norm(outside, outside, norm=norm))
+
+
+def _projection(inside: int, outside: int, stride: int, norm: Norm) -> nn.Module:
+    """Option B: the identity where shapes agree, else a 1x1 convolution."""
+    if inside == outside and stride == 1:
+        return nn.Identity()
+    return conv_norm(inside, outside, 1, stride, norm=norm)
+
+
+def _resnet(
+    inputs: Inputs, block: Block, depths: Sequence[int], norm: Norm, width: float, *, expansion: int = 1
+) -> Net:
+    maps = round_to(64 * width)
+    inside, channels = maps, inputs.shape[0]
+    if is_small(inputs):
+        body = nn.Sequential(conv_norm(channels, maps, norm=norm, activation=relu()))
+    else:
+        body = nn.Sequential(conv_norm(channels, maps, 7, stride=2, norm=norm), nn.MaxPool2d(3, 2, 1), relu())
+    for stage, depth in enumerate(depths):
+        for index in range(depth):
+            body.append(block(inside, maps, 2 if stage > 0 and index == 0 else 1, norm))
+            inside = expansion * maps
+        maps *= 2
+    return Net(he_init(body.append(global_pool())), nn.Linear(inside, inputs.classes))
