@@ -1,3 +1,40 @@
 """FedAlloy: heterogeneous federated learning, every method an alloy of small mechanisms."""
 
+from fedalloy import methods
+from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy
+from fedalloy.config import Config
+from fedalloy.data import IID, Dataset, Dirichlet, Domain, Pathological, Quantity
+from fedalloy.errors import FedAlloyError
+from fedalloy.federation import Federation, federate
+from fedalloy.registry import make as method
+from fedalloy.registry import recipe
+from fedalloy.run import Result, resume, train
+from fedalloy.wire import Slot
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "IID",
+    "Alloy",
+    "AlloyConflict",
+    "Box",
+    "Config",
+    "Dataset",
+    "Dirichlet",
+    "Domain",
+    "FedAlloyError",
+    "Federation",
+    "Mechanism",
+    "Pathological",
+    "Phase",
+    "Quantity",
+    "Result",
+    "Slot",
+    "alloy",
+    "federate",
+    "method",
+    "methods",
+    "recipe",
+    "resume",
+    "train",
+]

@@ -1,0 +1,263 @@
+"""A federated method is an alloy of small mechanisms.
+
+A `Mechanism` is a stateless value: its fields are hyper-parameters, its hooks are called at fixed moments of a
+round (drawn in `client.py` and `server.py`), its state lives in the `Box` it is handed. `alloy()` joins pieces,
+merges equal ones and refuses what cannot work, naming both parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from fedalloy.errors import FedAlloyError
+from fedalloy.wire import Items, Reply, Slot
+
+if TYPE_CHECKING:
+    from fedalloy.client import Client, Step
+    from fedalloy.server import Server
+    from fedalloy.site import Site
+
+Oracle = Callable[["Step"], Tensor]
+Slots = Mapping[str, Slot]
+Names = frozenset[str]
+M = TypeVar("M", bound="Mechanism")
+NOTHING: Names = frozenset()
+
+
+class AlloyConflict(FedAlloyError):
+    """Two parts that cannot work together, or a part that lacks what it needs."""
+
+
+@dataclass
+class Box:
+    """A mechanism's own drawer."""
+
+    keep: Items = field(default_factory=dict)  # survives rounds, never leaves its owner
+    memo: dict[str, Any] = field(default_factory=dict)  # lasts one round
+    got: Items = field(default_factory=dict)  # what the mail brought for this mechanism
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some epochs of local training on one part of the model; the rest is frozen."""
+
+    epochs: int
+    part: str = ""
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The base of all mechanisms: every hook does nothing."""
+
+    # What crosses the wire (nothing else can), and how parts fit together.
+    @property
+    def down(self) -> Slots:
+        return {}
+
+    @property
+    def up(self) -> Slots:
+        return {}
+
+    @property
+    def needs(self) -> Names:  # what another part must give
+        return NOTHING
+
+    @property
+    def gives(self) -> Names:
+        return NOTHING
+
+    @property
+    def claims(self) -> Names:  # what only one part may do
+        return NOTHING
+
+    @property
+    def spoils(self) -> Names:  # what no other part may need once this one is there
+        return NOTHING
+
+    @property
+    def label(self) -> str:
+        """The name of this instance on the wire; two of a kind must differ here."""
+        return type(self).__name__.lower()
+
+    @property
+    def everyone(self) -> bool:
+        """Whether every client trains in every round, whatever the participation."""
+        return False
+
+    @property
+    def shares(self) -> str | None:
+        """The part of the model that the server holds; what no mechanism shares stays with each client."""
+        return None
+
+    # At a client.
+    def build(self, site: Site) -> None:
+        """Model surgery: a projector, a fixed head, an auxiliary model."""
+
+    def born(self, client: Client, my: Box) -> None:
+        """The first time this client is seen."""
+
+    def load(self, client: Client, my: Box) -> None:
+        """Install what was received; also before an evaluation, so nothing is trained here."""
+
+    def start(self, client: Client, my: Box) -> None:
+        """A round of training begins."""
+
+    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase] | None:
+        """How local training is cut up (a claim), or None for all of the model at once."""
+        return None
+
+    def task(self, step: Step, my: Box) -> Tensor | None:
+        """The task loss in place of cross-entropy (a claim)."""
+        return None
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        """A term added to the task loss."""
+        return None
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
+        return oracle(step)
+
+    def finish(self, client: Client, my: Box) -> Items:
+        """Local training is over; the keys must equal `up`."""
+        return {}
+
+    def adapt(self, client: Client, my: Box) -> None:
+        """Fine-tune a personal model before it is evaluated."""
+
+    def predict(self, step: Step, my: Box) -> Tensor | None:
+        """Scores in place of the logits when a personal model is evaluated."""
+        return None
+
+    # At the server.
+    def open(self, server: Server, my: Box) -> None:
+        """Before the first round."""
+
+    def send(self, server: Server, my: Box, client: int) -> Items:
+        """The keys must equal `down`."""
+        return {}
+
+    def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float] | None:
+        """Aggregation weights for all `mean` slots (a claim); they need not sum to one."""
+        return None
+
+    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+        """A look at each usable reply as it is folded, before `receive`."""
+
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
+
+    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+        """Models to evaluate beside or, under the name "global", instead of the server's weights."""
+        return {}
+
+    def has(self, hook: str) -> bool:
+        """Whether this mechanism does anything at a hook."""
+        return getattr(type(self), hook) is not getattr(Mechanism, hook)
+
+    def __str__(self) -> str:
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__.lower()}({', '.join(shown)})" if shown else type(self).__name__.lower()
+
+
+CLAIMED_HOOKS = {
+    "task": "the task loss",
+    "phases": "the phases of local training",
+    "weigh": "the aggregation weights",
+    "predict": "the prediction",
+}
+
+
+HINTS = {
+    "shared weights": "; start from a method that shares them, such as 'fedavg'",
+    "global model": "; start from a method that has one, such as 'fedavg'",
+    "uniform weights": "; start from one such as 'fedavg(agg_weights=uniform)'",
+    "size weights": "; start from one such as 'fedavg'",
+}
+
+
+@dataclass(frozen=True)
+class Alloy:
+    """A checked combination of mechanisms: a federated method."""
+
+    title: str
+    pieces: tuple[Mechanism, ...]
+    expression: str = ""  # what a user types to get it
+
+    def __post_init__(self) -> None:
+        _check(self.title, self.pieces)
+        if not self.expression:
+            object.__setattr__(self, "expression", "+".join(map(str, self.pieces)))
+
+    def __iter__(self) -> Iterator[Mechanism]:
+        return iter(self.pieces)
+
+    def __add__(self, other: Alloy | Mechanism) -> Alloy:
+        title = other.title if isinstance(other, Alloy) else type(other).__name__
+        return alloy(f"{self.title} + {title}", self, other)
+
+    def with_hook(self, hook: str) -> tuple[Mechanism, ...]:
+        """The mechanisms that do something at a hook, in order."""
+        return tuple(piece for piece in self.pieces if piece.has(hook))
+
+    def claimant(self, hook: str) -> Mechanism | None:
+        """The one mechanism that claims a hook."""
+        return next(iter(self.with_hook(hook)), None)
+
+    def find(self, kind: type[M]) -> M | None:
+        """The first piece of a kind."""
+        return next((piece for piece in self.pieces if isinstance(piece, kind)), None)
+
+    @property
+    def gives(self) -> Names:
+        return NOTHING.union(*(piece.gives for piece in self.pieces))
+
+    @property
+    def everyone(self) -> bool:
+        return any(piece.everyone for piece in self.pieces)
+
+    @property
+    def personal(self) -> bool:
+        """Whether clients end up with models of their own."""
+        return "global model" not in self.gives or bool(self.with_hook("adapt"))
+
+
+def alloy(title: str, *pieces: Mechanism | Alloy, expression: str = "") -> Alloy:
+    """Join mechanisms and alloys; equal parts merge, impossible combinations raise `AlloyConflict`."""
+    flat: list[Mechanism] = []
+    for piece in pieces:
+        flat += [part for part in (piece if isinstance(piece, Alloy) else [piece]) if part not in flat]
+    return Alloy(title, tuple(flat), expression)
+
+
+def _check(title: str, pieces: tuple[Mechanism, ...]) -> None:
+    if not pieces:
+        raise AlloyConflict(f"{title} has no parts; start from a method such as 'fedavg'")
+    for i, first in enumerate(pieces):
+        for second in pieces[i + 1 :]:
+            _check_pair(first, second)
+    for piece in pieces:
+        others = [other for other in pieces if other is not piece]
+        for need in sorted(piece.needs):
+            if not any(need in other.gives for other in others):
+                names = " and ".join(str(other) for other in others)
+                lack = f"which {names} does not give" if names else "and stands alone"
+                raise AlloyConflict(f"{piece} needs {need}, {lack}{HINTS.get(need, '')}")
+
+
+def _check_pair(first: Mechanism, second: Mechanism) -> None:
+    if first.label == second.label:
+        raise AlloyConflict(f"{first} and {second} are the same part with different settings; keep one of them")
+    for claim in sorted(first.claims & second.claims):
+        raise AlloyConflict(f"{first} and {second} both claim {claim}; keep one of them")
+    for hook, what in CLAIMED_HOOKS.items():
+        if first.has(hook) and second.has(hook):
+            raise AlloyConflict(f"{first} and {second} both claim {what}; keep one of them")
+    for spoiler, victim in ((first, second), (second, first)):
+        for need in sorted(spoiler.spoils & victim.needs):
+            raise AlloyConflict(f"{spoiler} spoils {need}, which {victim} needs; keep one of them")

@@ -1,0 +1,324 @@
+"""One round at one client: a pure function of the method, its own data, its own keep and the mail.
+
+    mail ─► born (once) ─► load ─► start
+                                     │
+              ┌──────────────────────▼───────────────────────────────┐
+              │ for each phase, epoch, batch:                        │
+              │     task + Σ loss ─► backward ─► gradient wrappers   │
+              │     one optimiser step                               │
+              └──────────────────────┬───────────────────────────────┘
+                                     ▼
+                                  finish ─► reply, keep
+
+An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase
+from fedalloy.data import Prepare
+from fedalloy.nets.base import Outputs
+from fedalloy.random import generator
+from fedalloy.site import Frozen, Site, seeded
+from fedalloy.wire import Items, Mail, Reply
+
+EVAL_BATCH = 512  # fixed: the bits of a convolution may depend on it
+
+
+@dataclass(frozen=True)
+class Local:
+    """How clients train."""
+
+    epochs: int = 1
+    steps: int | None = None  # a fixed number of steps in place of epochs
+    batch: int = 32
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    optimizer: str = "sgd"
+    lr_decay: float = 1.0  # per round: a schedule depends on the round alone
+
+    def rate(self, round: int) -> float:
+        """The learning rate of a round, counted from 1."""
+        return self.lr * self.lr_decay ** (round - 1)
+
+    @property
+    def plain_sgd(self) -> bool:
+        return self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0
+
+    def optimiser(self, flat: Tensor, lr: float) -> torch.optim.Optimizer:
+        """A fresh optimiser for a flat vector: no state survives a round."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD([flat], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        return kinds[self.optimizer]([flat], lr=lr, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """What one client holds. `x` is as stored (uint8 images); `prepare` makes a batch of it."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    prepare: Prepare
+
+    @property
+    def samples(self) -> int:
+        return len(self.y)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Training samples per class."""
+        return torch.bincount(self.y, minlength=self.classes)
+
+
+@dataclass(frozen=True)
+class Info:
+    """What every party knows of the federation."""
+
+    clients: int
+    samples: int  # of all clients together
+
+
+class Client:
+    """What mechanisms see of a client during a round."""
+
+    def __init__(
+        self, method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+    ) -> None:
+        self.method = method
+        self.site = site
+        self.net = site.net
+        self.weights = site.weights
+        self.data = data
+        self.info = info
+        self.local = local
+        self.id = mail.client
+        self.round = mail.round
+        self.seed = seed
+        self.steps = 0
+        self.seen = 0
+        self.boxes = {
+            piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(mail.items, piece.label))
+            for piece in method
+        }
+        site.reset()
+        if keep:
+            site.put_own(keep)
+        else:
+            self._each("born")
+        self._each("load")
+        self.received = self.weights.flat.clone()  # the model before anything is trained
+        self.received_buffers = self.weights.buffers.clone()
+
+    @property
+    def lr(self) -> float:
+        return self.local.rate(self.round)
+
+    def box(self, piece: Mechanism) -> Box:
+        return self.boxes[piece.label]
+
+    def rng(self, *purpose: int | str) -> torch.Generator:
+        """A generator of this client's own in this round."""
+        return generator(self.seed, self.round, self.id, *purpose)
+
+    def frozen(self, flat: Tensor, buffers: Tensor) -> Frozen:
+        """The net with other weights, to look at: eval mode, no gradient."""
+        return self.site.frozen(flat, buffers)
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor) -> Iterator[Outputs]:
+        """The model as it stands over stored samples: eval mode, no augmentation, no gradient."""
+        training = self.net.training
+        self.net.eval()
+        for batch in x.split(EVAL_BATCH):
+            yield self.net(self.data.prepare(batch, None))
+        self.net.train(training)
+
+    def full_gradient(self, flat: Tensor) -> Tensor:
+        """The gradient of the local objective at other weights, over all samples as stored; eval mode, no trace."""
+        now, buffers = self.weights.flat.clone(), self.weights.buffers.clone()
+        self.weights.load(flat, self.received_buffers)
+        total = torch.zeros_like(self.weights.grad)
+        for index in torch.arange(self.data.samples).split(EVAL_BATCH):
+            step = Step(self, self.data.prepare(self.data.x[index], None), self.data.y[index], index, 0)
+            total += self._innermost(step) * (len(index) / self.data.samples)
+        self.weights.load(now, buffers)
+        return total
+
+    def train(self) -> float:
+        """All phases of local training; the mean loss per step."""
+        self._each("start")
+        oracle = self._onion()
+        losses: list[Tensor] = []
+        self.net.train()
+        for number, phase in enumerate(self._phases()):
+            span = self._freeze_all_but(phase.part)
+            leaf = self.weights.flat[span].detach()
+            optimiser = self.local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
+            for step in self._steps(number, phase):
+                leaf.grad = oracle(step)[span]
+                optimiser.step()
+                self.steps += 1
+                self.seen += len(step.y)
+                losses.append(step.value)
+        self._freeze_all_but("")
+        self.net.eval()
+        return float(torch.stack(losses).double().mean()) if losses else 0.0
+
+    def finish(self) -> Items:
+        """Every mechanism's upload, checked against what it declared."""
+        items: Items = {}
+        for piece in self.method:
+            sent = piece.finish(self, self.box(piece))
+            assert sent.keys() == piece.up.keys(), f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
+            items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
+        return items
+
+    def keep(self) -> Items:
+        """What survives until this client is asked again: drawers, and the weights that nobody shares."""
+        drawers = {
+            f"{label}.{name}": value.detach() for label, box in self.boxes.items() for name, value in box.keep.items()
+        }
+        return drawers | self.site.own()
+
+    def _each(self, hook: str) -> None:
+        with torch.no_grad():
+            for piece in self.method.with_hook(hook):
+                getattr(piece, hook)(self, self.box(piece))
+
+    def _phases(self) -> Sequence[Phase]:
+        if claimant := self.method.claimant("phases"):
+            phases = claimant.phases(self, self.box(claimant), self.local.epochs)
+            if phases is not None:
+                return phases
+        return [Phase(self.local.epochs)]
+
+    def _freeze_all_but(self, part: str) -> slice:
+        span = self.weights.span(part)
+        for name, parameter in self.net.named_parameters():
+            start, stop = self.weights.layout.spans[name]
+            parameter.requires_grad_(span.start <= start and stop <= span.stop)
+        return span
+
+    def _steps(self, number: int, phase: Phase) -> "Iterator[Step]":
+        """The batches of one phase: `epochs` passes over the data, or a fixed number of steps."""
+        size, most = self.local.batch, self.local.steps
+        done, epoch = 0, 0
+        while epoch < phase.epochs if most is None else done < most:
+            before = done
+            order = torch.randperm(self.data.samples, generator=self.rng(number, epoch, "batches"))
+            augment = self.rng(number, epoch, "augment")
+            x, y = self.data.x[order], self.data.y[order]  # permuted once: a batch is a slice
+            with seeded(self.seed, self.round, self.id, number, epoch, "dropout"):
+                for a in range(0, self.data.samples, size):
+                    if done == most:
+                        break
+                    if self.data.samples - a == 1 and self.site.has_batchnorm:
+                        continue  # train-mode BatchNorm cannot normalise a single sample
+                    done += 1
+                    cut = slice(a, a + size)
+                    yield Step(self, self.data.prepare(x[cut], augment), y[cut], order[cut], epoch)
+            epoch += 1
+            if done == before:  # nothing to train on, however many passes
+                break
+
+    @torch.enable_grad()
+    def _innermost(self, step: "Step") -> Tensor:
+        """The gradient of task and losses at the weights as they stand."""
+        self.weights.grad.zero_()
+        step.out = self.net(step.x)
+        task = self.method.claimant("task")
+        loss = task.task(step, self.box(task)) if task else None
+        if loss is None:
+            loss = F.cross_entropy(step.out.logits, step.y)
+        for piece in self.method.with_hook("loss"):
+            term = piece.loss(step, self.box(piece))
+            if term is not None:
+                loss = loss + term
+        loss.backward()  # type: ignore[no-untyped-call]
+        step.value = loss.detach()
+        return self.weights.grad
+
+    def _onion(self) -> Oracle:
+        """The gradient as the method sees it: wrappers around task and losses, first mechanism innermost."""
+        oracle: Oracle = self._innermost
+        for piece in self.method.with_hook("gradient"):
+            oracle = partial(_wrapped, piece, self.box(piece), oracle)
+        return oracle
+
+
+@torch.no_grad()
+def _wrapped(piece: Mechanism, box: Box, inner: Oracle, step: "Step") -> Tensor:
+    return piece.gradient(step, box, inner)
+
+
+class Step:
+    """One batch: what losses and gradient wrappers look at."""
+
+    out: Outputs  # the main model on this batch, in the latest forward pass
+    value: Tensor  # the loss of that pass
+
+    def __init__(self, client: Client, x: Tensor, y: Tensor, index: Tensor, epoch: int) -> None:
+        self.client = client
+        self.x, self.y, self.index, self.epoch = x, y, index, epoch
+
+    @property
+    def weights(self) -> Tensor:
+        """The flat weights at this moment."""
+        return self.client.weights.flat
+
+
+def client_round(
+    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+) -> tuple[Reply, Items]:
+    """Train once on what the mail brought."""
+    began = time.perf_counter()
+    client = Client(method, site, data, info, local, keep, mail, seed)
+    loss = client.train()
+    with torch.no_grad():
+        items = client.finish()
+        kept = client.keep()
+    seconds = time.perf_counter() - began
+    return Reply(mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds), kept
+
+
+def client_model(
+    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+) -> Callable[[Tensor], Tensor]:
+    """The client's own model as it would be used: a function from stored samples to scores."""
+    client = Client(method, site, data, info, local, keep, mail, seed)
+    client._each("adapt")
+    claimant = method.claimant("predict")
+
+    @torch.inference_mode()
+    def scores(x: Tensor) -> Tensor:
+        said = []
+        for out in client.outputs(x):
+            step = Step(client, x, x, x, 0)
+            step.out = out
+            own = claimant.predict(step, client.box(claimant)) if claimant else None
+            said.append(out.logits if own is None else own)
+        return torch.cat(said) if said else torch.empty(0, data.classes)
+
+    return scores
+
+
+def _drawer(items: Items, label: str) -> Items:
+    """One mechanism's own items."""
+    prefix = label + "."
+    return {key.removeprefix(prefix): value for key, value in items.items() if key.startswith(prefix)}
+
+
+def _copied(items: Items) -> Items:
+    return {key: value.clone() for key, value in items.items()}

@@ -1,0 +1,18 @@
+"""The inline engine: everything in this process, one client after another. Errors show the whole stack."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fedalloy.wire import Mail, Reply
+from fedalloy.workshop import Workshop
+
+
+@dataclass
+class Inline:
+    workshop: Workshop
+
+    def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
+        return map(self.workshop.open, mails)
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,99 @@
+"""How good are the models? The server's on the global test set, the clients' own on their own test splits."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedalloy.engines.base import Engine
+from fedalloy.federation import Federation
+from fedalloy.random import generator
+from fedalloy.server import Server
+from fedalloy.wire import Mail, Reply
+from fedalloy.workshop import CHUNK
+
+MOST_LISTED = 1000  # beyond this many clients, accuracies per client are not listed
+
+Metrics = dict[str, Any]
+
+
+def evaluate(server: Server, federation: Federation, engine: Engine, most_clients: int | None = None) -> Metrics:
+    """All metrics of a round. A method without a global model has no `global_acc`: it is absent, not zero."""
+    metrics: Metrics = {}
+    scored: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, (flat, buffers) in server.shown().items():
+        if id(flat) not in scored:
+            scored[id(flat)] = _score(server, federation, engine, flat, buffers)
+        predictions, losses = scored[id(flat)]
+        metrics |= _model_metrics(name, federation, predictions, losses)
+    if server.method.personal:
+        metrics |= _personal_metrics(server, federation, engine, most_clients)
+    return metrics
+
+
+def _score(
+    server: Server, federation: Federation, engine: Engine, flat: Tensor, buffers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Predictions and losses on the global test set, in its order."""
+    chunks = range(math.ceil(len(federation.split.global_test) / CHUNK))
+    items = {"weights": flat, "buffers": buffers}
+    replies = {r.client: r for r in engine.carry([Mail("score", server.round, chunk, items) for chunk in chunks])}
+    ordered = [replies[chunk].items for chunk in chunks]
+    return torch.cat([i["predictions"] for i in ordered]), torch.cat([i["losses"] for i in ordered])
+
+
+def _model_metrics(name: str, federation: Federation, predictions: Tensor, losses: Tensor) -> Metrics:
+    y = federation.dataset.y[federation.split.global_test]
+    right = predictions == y
+    metrics: Metrics = {f"{name}_acc": float(right.double().mean()), f"{name}_loss": _finite(losses.double().mean())}
+    if name == "global":
+        metrics["per_class"] = _shares(right, y, federation.dataset.classes)
+        owner = federation.split.owner_of_test
+        if federation.clients <= MOST_LISTED:
+            metrics["per_client"] = _shares(right[owner >= 0], owner[owner >= 0], federation.clients)
+    return metrics
+
+
+def _personal_metrics(
+    server: Server, federation: Federation, engine: Engine, most_clients: int | None
+) -> Metrics:
+    """C.Avg is the mean over clients, D.Avg pools samples; clients without test samples count in neither."""
+    clients = federation.eligible
+    if most_clients is not None and most_clients < len(clients):
+        order = torch.randperm(len(clients), generator=generator(server.seed, "eval clients"))
+        clients = sorted(clients[i] for i in order[:most_clients].tolist())
+    mails = [server.send(client, "evaluate") for client in clients]
+    replies = sorted(engine.carry(mails), key=lambda reply: reply.client)
+    accuracies = {r.client: _ratio(r.items["right"].sum(), r.items["count"].sum()) for r in replies}
+    known = [accuracy for accuracy in accuracies.values() if accuracy is not None]
+    right, count = _total(replies, "right"), _total(replies, "count")
+    metrics: Metrics = {
+        "personal_local_acc": _ratio(right.sum(), count.sum()),
+        "personal_local_acc_clients": sum(known) / len(known) if known else None,
+        "per_class": [_ratio(r, n) for r, n in zip(right, count, strict=True)],
+    }
+    if federation.clients <= MOST_LISTED:
+        metrics["per_client"] = [accuracies.get(client) for client in range(federation.clients)]
+    if all("global" in reply.items for reply in replies):
+        tested = len(federation.split.global_test)
+        metrics["personal_on_global_acc"] = sum(int(r.items["global"]) for r in replies) / (tested * len(replies))
+    return metrics
+
+
+def _shares(right: Tensor, group: Tensor, groups: int) -> list[float | None]:
+    """The share of right answers in each group; None for an empty group."""
+    hits, count = torch.bincount(group[right], minlength=groups), torch.bincount(group, minlength=groups)
+    return [_ratio(h, n) for h, n in zip(hits, count, strict=True)]
+
+
+def _total(replies: list[Reply], key: str) -> Tensor:
+    return torch.stack([reply.items[key] for reply in replies]).sum(0)
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float | None:
+    return int(part) / int(whole) if int(whole) else None
+
+
+def _finite(value: Tensor) -> float | None:
+    return float(value) if math.isfinite(float(value)) else None

@@ -1,0 +1,74 @@
+"""A federation: a data set, dealt out to clients."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from fedalloy.client import ClientData, Info
+from fedalloy.data import Dataset, Dirichlet, Prepare, Skew, Split, load, parse_augment, parse_skew, partition
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who holds what. Data stay in one tensor; a client's share is gathered when the client is asked."""
+
+    dataset: Dataset
+    split: Split
+    prepare: Prepare
+    origin: dict[str, object] = field(default_factory=dict)  # the arguments of `federate`, for the run's config
+
+    @property
+    def clients(self) -> int:
+        return self.split.clients
+
+    def client(self, k: int) -> ClientData:
+        train, test = self.split.train(k), self.split.test(k)
+        x, y = self.dataset.x, self.dataset.y
+        return ClientData(x[train], y[train], x[test], y[test], self.dataset.classes, self.prepare)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Training samples per client."""
+        return self.split.train_offsets.diff()
+
+    @cached_property
+    def eligible(self) -> list[int]:
+        """Clients that hold any training data."""
+        found: list[int] = self.sizes.nonzero().flatten().tolist()
+        return found
+
+    @cached_property
+    def info(self) -> Info:
+        return Info(self.clients, int(self.sizes.sum()))
+
+
+def federate(
+    data: str | Dataset = "digits",
+    clients: int = 10,
+    skew: str | Skew = Dirichlet(0.1),  # noqa: B008 -- a frozen value
+    seed: int = 0,
+    test_share: float = 0.0,
+    data_root: str | Path | None = None,
+    augment: str = "none",
+) -> Federation:
+    """Deal a data set to clients.
+
+    >>> federate("digits", clients=10, skew="dirichlet:0.1").clients
+    10
+    """
+    root = Path(data_root) if data_root is not None else None
+    dataset = data if isinstance(data, Dataset) else load(data, root)
+    chosen = parse_skew(skew) if isinstance(skew, str) else skew
+    split = partition(dataset, clients, chosen, seed, test_share)
+    origin = {
+        "data": dataset.name if isinstance(data, Dataset) else data,
+        "data_root": str(root) if root is not None else None,
+        "clients": clients,
+        "skew": str(chosen),
+        "seed": seed,
+        "test_share": test_share,
+        "augment": augment,
+    }
+    return Federation(dataset, split, Prepare.of(dataset, parse_augment(augment)), origin)

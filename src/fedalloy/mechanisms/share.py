@@ -1,0 +1,83 @@
+"""Share: the server averages a part of the model; the rest stays with each client (FedAvg's rule)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedalloy.alloy import Box, Mechanism, Names, Slots
+from fedalloy.client import Client
+from fedalloy.server import Server
+from fedalloy.wire import Items, Slot
+
+
+@dataclass(frozen=True)
+class Share(Mechanism):
+    """w <- w + server_lr (sum_k p_k w_k - w), over the participants.
+
+    `agg_weights`: p_k by "size" (n_k over the participants' total) or "uniform".
+    `buffers` (BatchNorm statistics): "average" like the weights, "local" (each client keeps its own, nothing is
+    sent) or "drop" (back to their initial values in every round).
+    """
+
+    part: str = ""
+    agg_weights: Literal["size", "uniform"] = "size"
+    server_lr: float = 1.0
+    buffers: Literal["average", "local", "drop"] = "average"
+
+    claims = frozenset({"the aggregation of weights"})
+
+    @property
+    def gives(self) -> Names:
+        whole = {"global model", "one architecture"} if self.part == "" else set()
+        by_size = {"size weights"} if self.agg_weights == "size" else {"uniform weights"}
+        return frozenset({"shared weights"} | whole | by_size)
+
+    @property
+    def shares(self) -> str | None:
+        return self.part
+
+    @property
+    def down(self) -> Slots:
+        return {"weights": Slot(), "buffers": Slot(shape=("buffers",))}
+
+    @property
+    def up(self) -> Slots:
+        fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
+        return {"weights": Slot(fold), "buffers": Slot(fold, ("buffers",))}
+
+    def open(self, server: Server, my: Box) -> None:
+        site = server.site
+        server.weights = site.initial[site.weights.span(self.part)].clone()
+        server.buffers = self._sent(site.initial_buffers[site.weights.buffer_span(self.part)])
+
+    def send(self, server: Server, my: Box, client: int) -> Items:
+        assert server.weights is not None
+        assert server.buffers is not None
+        return {"weights": server.weights, "buffers": server.buffers}
+
+    def load(self, client: Client, my: Box) -> None:
+        client.weights.flat[client.weights.span(self.part)] = my.got["weights"]
+        if self.buffers == "average":
+            client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
+
+    def finish(self, client: Client, my: Box) -> Items:
+        return {
+            "weights": client.weights.flat[client.weights.span(self.part)].clone(),
+            "buffers": self._sent(client.weights.buffers[client.weights.buffer_span(self.part)]),
+        }
+
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        self.step(server, got["weights"], got["buffers"])
+
+    def step(self, server: Server, average: Tensor, buffers: Tensor) -> None:
+        """Move the shared weights towards (for server_lr 1: onto) an average."""
+        assert server.weights is not None
+        server.previous = server.weights
+        server.weights = average if self.server_lr == 1 else torch.lerp(server.previous, average, self.server_lr)
+        server.buffers = buffers
+
+    def _sent(self, buffers: Tensor) -> Tensor:
+        return buffers.clone() if self.buffers == "average" else buffers[:0].clone()

@@ -1,0 +1,20 @@
+"""FedAvg: sampled clients run local SGD from the server's model, the server averages the results.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas. AISTATS 2017.
+"""
+
+from typing import Literal
+
+from fedalloy.alloy import Alloy, alloy
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import Positive
+from fedalloy.registry import recipe
+
+
+@recipe("FedAvg", family="classic", paper="McMahan et al., AISTATS 2017")
+def fedavg(
+    agg_weights: Literal["size", "uniform"] = "size",
+    buffers: Literal["average", "local", "drop"] = "average",
+    server_lr: Positive = 1.0,
+) -> Alloy:
+    return alloy("FedAvg", Share(agg_weights=agg_weights, buffers=buffers, server_lr=server_lr))

@@ -1,0 +1,78 @@
+"""FedDyn: a linear and a quadratic term in each local loss, so that local and global stationary points agree.
+
+Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama. ICLR 2021.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import Positive
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.wire import Items
+
+
+@dataclass(frozen=True)
+class Dynamic(Mechanism):
+    """R_k(w) = L_k(w) - <g_k, w> + alpha/2 ||w - w_t||^2; g_k stays at the client, h = mean of all g_k at the server.
+
+    `eval_model`: accuracy of the "mean" of the participants' models (the authors) or of the "server" model that is
+    sent out; both are logged. `size_scaled`: alpha_k = alpha / (m n_k / n), the authors' code for unbalanced data.
+    """
+
+    alpha: Positive = 0.01
+    max_grad_norm: Positive | None = 10.0
+    eval_model: Literal["mean", "server"] = "mean"
+    size_scaled: bool = False
+
+    needs = frozenset({"uniform weights", "global model"})
+    claims = frozenset({"the server's step"})
+
+    def born(self, client: Client, my: Box) -> None:
+        my.keep["g"] = client.weights.zeros()
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        g = oracle(step) - my.keep["g"]
+        g += self._alpha(step.client) * (step.weights - step.client.received)
+        if self.max_grad_norm is not None:
+            g *= torch.clamp(self.max_grad_norm / (g.norm() + 1e-6), max=1.0)
+        return g
+
+    def finish(self, client: Client, my: Box) -> Items:
+        my.keep["g"] -= self._alpha(client) * (client.weights.flat - client.received)  # = grad L_k at a minimiser of R_k
+        return {}
+
+    def open(self, server: Server, my: Box) -> None:
+        my.keep["h"] = torch.zeros_like(server.weights)
+        my.keep["mean"] = server.weights
+
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        mean = my.keep["mean"] = server.weights
+        my.keep["h"] = my.keep["h"] - self.alpha * server.participation * (mean - server.previous)  # 1/m, all clients
+        server.weights = mean - my.keep["h"] / self.alpha
+
+    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+        models = {"mean": my.keep["mean"], "server": server.weights}
+        return {"global": models[self.eval_model], **models}
+
+    def _alpha(self, client: Client) -> float:
+        if not self.size_scaled:
+            return self.alpha
+        return self.alpha * client.info.samples / (client.info.clients * client.data.samples)
+
+
+@recipe("FedDyn", family="classic", paper="Acar et al., ICLR 2021")
+def feddyn(
+    alpha: Positive = 0.01,
+    max_grad_norm: Positive | None = 10.0,
+    eval_model: Literal["mean", "server"] = "mean",
+    size_scaled: bool = False,
+) -> Alloy:
+    return alloy("FedDyn", Share(agg_weights="uniform"), Dynamic(alpha, max_grad_norm, eval_model, size_scaled))

@@ -1,0 +1,62 @@
+"""FedProx: a proximal pull towards the received model in the local objective; stragglers may do less work.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. MLSys 2020.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import AtLeastOne, Fraction, NonNegative
+from fedalloy.registry import recipe
+
+
+@dataclass(frozen=True)
+class Prox(Mechanism):
+    """h_k(w) = F_k(w) + mu/2 ||w - w_t||^2: its gradient is added before the optimiser sees it; buffers are free."""
+
+    mu: NonNegative = 0.01
+    part: str = "main"
+
+    needs = frozenset({"shared weights"})
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        g = oracle(step)
+        if self.mu:
+            span = step.client.weights.span(self.part)
+            g[span] += self.mu * (step.weights[span] - step.client.received[span])
+        return g
+
+
+@dataclass(frozen=True)
+class Stragglers(Mechanism):
+    """Inexact work: in every round a share of the clients runs only 1 to E - 1 epochs; or fixed epochs per client."""
+
+    fraction: Fraction = 0.0
+    epochs: tuple[AtLeastOne, ...] = ()
+
+    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase] | None:
+        if self.epochs:
+            return [Phase(self.epochs[client.id % len(self.epochs)])]
+        dice = client.rng("stragglers")
+        slow = float(torch.rand((), generator=dice)) < self.fraction
+        if slow and epochs > 1:
+            return [Phase(int(torch.randint(1, epochs, (), generator=dice)))]
+        return None
+
+
+@recipe("FedProx", family="classic", paper="Li et al., MLSys 2020")
+def fedprox(
+    mu: NonNegative = 0.01,
+    straggler_fraction: Fraction = 0.0,
+    local_epochs: tuple[AtLeastOne, ...] = (),
+    agg_weights: Literal["size", "uniform"] = "size",
+) -> Alloy:
+    inexact = [Stragglers(straggler_fraction, local_epochs)] if straggler_fraction or local_epochs else []
+    return alloy("FedProx", Share(agg_weights=agg_weights), Prox(mu), *inexact)

@@ -1,0 +1,85 @@
+"""MOON: a contrast that pulls the representation to the global model's and away from the client's previous one.
+
+Li, He, Song. CVPR 2021.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import AtLeastOne, NonNegative, Positive
+from fedalloy.registry import recipe
+from fedalloy.site import Site
+from fedalloy.wire import Items
+
+
+@dataclass(frozen=True)
+class Projector(Mechanism):
+    """z = W2 ReLU(W1 h): the classifier reads z, so the projection is part of the deployed model."""
+
+    width: AtLeastOne = 256
+
+    claims = frozenset({"the neck"})
+
+    def build(self, site: Site) -> None:
+        features = site.net.width
+        site.net.neck = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.width))
+        site.net.head = nn.Linear(self.width, site.inputs.classes)
+
+
+@dataclass(frozen=True)
+class Contrast(Mechanism):
+    """mu * cross-entropy of [s(z, z_global), s(z, z_prev), ...] / T against column 0; s is the cosine similarity."""
+
+    mu: NonNegative = 5.0
+    temperature: Positive = 0.5
+    buffer_size: AtLeastOne = 1
+
+    needs = frozenset({"global model"})
+
+    def start(self, client: Client, my: Box) -> None:
+        previous = [i for i in range(self.buffer_size) if f"prev{i}" in my.keep] if self.mu else []
+        my.memo["prev"] = [client.frozen(my.keep[f"prev{i}"], my.keep[f"stats{i}"]) for i in previous]
+        if previous:  # a client's first participation has nothing to contrast with
+            my.memo["global"] = client.frozen(client.received, client.received_buffers)
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        if not my.memo["prev"]:
+            return None
+        references = [net(step.x).embedding for net in (my.memo["global"], *my.memo["prev"])]
+        return self.mu * contrast(step.out.embedding, references, self.temperature)
+
+    def finish(self, client: Client, my: Box) -> Items:
+        for i in reversed(range(self.buffer_size)):  # first in, first out: prev0 is the newest
+            newer = (my.keep.get(f"prev{i - 1}"), my.keep.get(f"stats{i - 1}")) if i else _now(client)
+            if newer[0] is not None and newer[1] is not None:
+                my.keep[f"prev{i}"], my.keep[f"stats{i}"] = newer
+        return {}
+
+
+def contrast(z: Tensor, references: list[Tensor], temperature: float) -> Tensor:
+    """The model-contrastive loss: the first reference attracts, the others repel."""
+    similarity = torch.stack([F.cosine_similarity(z, r, dim=1) for r in references], dim=1)
+    return F.cross_entropy(similarity / temperature, torch.zeros(len(z), dtype=torch.long))
+
+
+def _now(client: Client) -> tuple[Tensor, Tensor]:
+    return client.weights.flat.clone(), client.weights.buffers.clone()
+
+
+@recipe("MOON", family="representation", paper="Li, He, Song, CVPR 2021")
+def moon(
+    mu: NonNegative = 5.0,
+    temperature: Positive = 0.5,
+    proj_dim: AtLeastOne = 256,
+    buffer_size: AtLeastOne = 1,
+    projection: Literal["mlp", "penultimate"] = "mlp",
+) -> Alloy:
+    neck = [Projector(proj_dim)] if projection == "mlp" else []
+    return alloy("MOON", Share(), *neck, Contrast(mu, temperature, buffer_size))

@@ -1,0 +1,119 @@
+"""SCAFFOLD: local steps corrected by the difference of a server and a client control variate.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. ICML 2020.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Names, Oracle, Slots, alloy
+from fedalloy.client import Client, Step
+from fedalloy.errors import FedAlloyError
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import Positive
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.wire import Items, Reply, Slot
+
+
+@dataclass(frozen=True)
+class Control(Mechanism):
+    """g + c - c_k on every step; c_k never leaves the client, only its change does.
+
+    `c_update`: the new variate is "option1" (full gradient at the received model), "option2" (from the distance
+    moved; plain SGD only) or "mean_grad" (mean of the uncorrected gradients); "auto" takes option2 where it is exact.
+    """
+
+    c_update: Literal["auto", "option1", "option2", "mean_grad"] = "auto"
+    lean_upload: bool = False
+    agg_weights: Literal["size", "uniform"] = "uniform"
+
+    @property
+    def needs(self) -> Names:
+        return frozenset({"global model", f"{self.agg_weights} weights"})
+
+    @property
+    def down(self) -> Slots:
+        return {"c": Slot(increment=True)}
+
+    @property
+    def up(self) -> Slots:
+        fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
+        return {"steps": Slot(fold, shape=())} if self.lean_upload else {"dc": Slot(fold, increment=True)}
+
+    def open(self, server: Server, my: Box) -> None:
+        my.keep["c"] = torch.zeros_like(server.weights)
+
+    def send(self, server: Server, my: Box, client: int) -> Items:
+        return {"c": my.keep["c"]}
+
+    def born(self, client: Client, my: Box) -> None:
+        my.keep["c_k"] = client.weights.zeros()
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["correction"] = my.got["c"] - my.keep["c_k"]
+        rule = self._rule(client)
+        if self.lean_upload and rule != "option2":
+            raise FedAlloyError(
+                f"lean_upload rebuilds c_k by option II, which {rule} does not follow; "
+                "use plain SGD (--optimizer sgd --momentum 0) or lean_upload=False"
+            )
+        my.memo["sum"] = client.weights.zeros() if rule == "mean_grad" else None
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        g = oracle(step)
+        if my.memo["sum"] is not None:
+            my.memo["sum"] += g + _decay(step.client) * step.weights
+        return g + my.memo["correction"]
+
+    def finish(self, client: Client, my: Box) -> Items:
+        dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
+        my.keep["c_k"] += dc
+        return {"steps": torch.tensor(float(client.steps))} if self.lean_upload else {"dc": dc}
+
+    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+        if self.lean_upload and reply.steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
+            moved = reply.items["share.weights"] - server.weights
+            dc = -my.keep["c"] - moved / (reply.items["control.steps"] * server.local.rate(server.round))
+            share = reply.samples / server.info.samples if self.agg_weights == "size" else 1 / server.info.clients
+            my.memo["change"] = my.memo.get("change", 0) + share * dc
+
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        share = server.participation_by_size if self.agg_weights == "size" else server.participation
+        change = my.memo.get("change", 0) if self.lean_upload else share * got["dc"]
+        my.keep["c"] = my.keep["c"] + change  # (1/N) sum over S of dc_k: N counts all clients
+
+    def _rule(self, client: Client) -> str:
+        if self.c_update == "auto":
+            return "option2" if client.local.plain_sgd else "mean_grad"
+        return self.c_update
+
+    def _renewed(self, client: Client, my: Box) -> Tensor:
+        rule = self._rule(client)
+        if rule == "mean_grad":
+            mean: Tensor = my.memo["sum"] / client.steps
+            return mean
+        if rule == "option1":
+            return client.full_gradient(client.received) + _decay(client) * client.received
+        moved = client.received - client.weights.flat
+        return my.keep["c_k"] - my.got["c"] + moved / (client.steps * client.lr)
+
+
+def _decay(client: Client) -> float:
+    """Weight decay is part of the gradient unless the optimiser decouples it."""
+    return 0.0 if client.local.optimizer == "adamw" else client.local.weight_decay
+
+
+@recipe("SCAFFOLD", family="classic", paper="Karimireddy et al., ICML 2020")
+def scaffold(
+    server_lr: Positive = 1.0,
+    c_update: Literal["auto", "option1", "option2", "mean_grad"] = "auto",
+    lean_upload: bool = False,
+    agg_weights: Literal["size", "uniform"] = "uniform",
+) -> Alloy:
+    share = Share(agg_weights=agg_weights, server_lr=server_lr)
+    return alloy("SCAFFOLD", share, Control(c_update, lean_upload, agg_weights))

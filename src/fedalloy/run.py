@@ -1,0 +1,310 @@
+"""The round loop: sample, send, carry, receive, evaluate, record, checkpoint.
+
+    sample ─► server.send ─► engine.carry ─► client_round ─► server.receive ─► evaluate ─► history ─► checkpoint
+"""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedalloy import registry
+from fedalloy.alloy import Alloy
+from fedalloy.config import Config
+from fedalloy.engines.base import Engine
+from fedalloy.engines.inline import Inline
+from fedalloy.engines.workers import Workers
+from fedalloy.errors import FedAlloyError
+from fedalloy.evaluate import evaluate
+from fedalloy.federation import Federation, federate
+from fedalloy.folder import RunFolder
+from fedalloy.random import generator
+from fedalloy.server import Outcome, Server
+from fedalloy.site import Sites
+from fedalloy.storage import fingerprint
+from fedalloy.wire import Reply, bytes_of, diverged
+from fedalloy.workshop import Workshop
+
+Record = dict[str, Any]
+OnRound = Callable[[Record], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run."""
+
+    folder: Path
+    config: Config
+    history: list[Record]
+    summary: Record
+    _room: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)  # goes with the result
+
+    @property
+    def accuracy(self) -> float | None:
+        """The final value of the method's own metric."""
+        value: float | None = self.summary["accuracy"]["final"]
+        return value
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the HTML report, beside the run or where you say."""
+        from fedalloy.report.html import write_run_report
+
+        written = write_run_report(self.folder)
+        return written if path is None else Path(shutil.copyfile(written, path))
+
+
+class Setup:
+    """A config made real: everything is checked here, before anything is written."""
+
+    def __init__(self, config: Config, federation: Federation | None = None, method: Alloy | None = None) -> None:
+        self.config = config
+        self.method = method or registry.make(config.method)
+        self.federation = federation or federate(
+            config.data,
+            config.clients,
+            config.skew,
+            config.seed,
+            config.test_share,
+            config.data_root,
+            config.augment,
+        )
+        self.sites = Sites(self.method, config.architectures, self.federation.dataset.inputs, config.seed)
+        self.sites.check()
+        for model in dict.fromkeys(config.architectures):
+            self.sites.named(model)
+
+    def server(self) -> Server:
+        config = self.config
+        return Server(self.method, self.sites.of(0), self.federation.info, config.local, config.seed)
+
+    def workshop(self, folder: RunFolder) -> Workshop:
+        config = self.config
+        return Workshop(
+            self.method, self.sites, self.federation, config.local, folder.vault, config.seed, config.personal_on_global
+        )
+
+    def engine(self, workshop: Workshop) -> Engine:
+        if self.config.engine == "inline":
+            return Inline(workshop)
+        count = min(self.config.processes, max(1, len(self.federation.eligible)))
+        return Workers(workshop, count, self.config.timeout)
+
+
+def train(
+    federation: Federation, model: str = "mlp", method: str | Alloy = "fedavg", *, out: str | Path | None = None, **settings: Any
+) -> Result:
+    """Train a federation: `train(fed, model="mlp", method="fedprox(mu=0.1)", rounds=20, lr=0.1)`.
+
+    Settings are those of the command line. Without `out` the run lives in a temporary folder, as long as the result.
+    """
+    alloy = registry.make(method) if isinstance(method, str) else method
+    values = {**federation.origin, "model": model, "method": alloy.expression, **settings}
+    room = tempfile.TemporaryDirectory(prefix="fedalloy-") if out is None else None
+    path = Path(room.name) / "run" if room else Path(str(out))
+    setup = Setup(Config.of(values), federation, alloy)
+    folder = RunFolder.create(path, setup.config)
+    return play(setup, folder, room=room)
+
+
+def start(config: Config, out: Path, on_round: OnRound | None = None) -> Result:
+    """A new run in a new folder."""
+    setup = Setup(config)
+    return play(setup, RunFolder.create(out, config), on_round)
+
+
+def resume(path: Path, config: Config | None = None, on_round: OnRound | None = None) -> Result:
+    """Carry on after the last checkpoint; the end is bit for bit that of a run never interrupted."""
+    folder = RunFolder.existing(path)
+    stored = folder.config
+    if config is not None and (changed := stored.differences(config)):
+        raise FedAlloyError(
+            f"{path} was started with other settings ({', '.join(changed)}); resume it without them, or start a new run"
+        )
+    if summary := folder.summary():
+        return Result(path, stored, folder.history(), summary)
+    return play(Setup(config or stored), folder, on_round)
+
+
+def play(
+    setup: Setup,
+    folder: RunFolder,
+    on_round: OnRound | None = None,
+    room: "tempfile.TemporaryDirectory[str] | None" = None,
+) -> Result:
+    """All rounds from the folder's last checkpoint to the end."""
+    with folder.locked(), one_thread():
+        server = setup.server()
+        last, state = folder.restore()
+        if last:
+            server.resume(state, last)
+        history = folder.history()
+        engine = setup.engine(setup.workshop(folder))
+        since_checkpoint: set[int] = set()
+        try:
+            for number in range(last + 1, setup.config.rounds + 1):
+                if history and history[-1].get("diverged"):
+                    break
+                record = one_round(setup, server, engine, number)
+                history.append(record)
+                folder.record(record)
+                since_checkpoint.update(record["participants"])
+                if number % setup.config.checkpoint_every == 0 or number == setup.config.rounds or record.get("diverged"):
+                    folder.save(number, server.state())
+                    folder.vault.trim(since_checkpoint, number)
+                    since_checkpoint.clear()
+                if on_round:
+                    on_round(record)
+        finally:
+            engine.close()
+        summary = summarise(setup, server, folder, history)
+        write_partition(setup, folder)
+        folder.finish(summary)
+    return Result(folder.path, setup.config, history, summary, room)
+
+
+def one_round(setup: Setup, server: Server, engine: Engine, number: int) -> Record:
+    """One round and its line in the history."""
+    config, federation = setup.config, setup.federation
+    watch = Stopwatch()
+    server.round = number
+    chosen = sample(federation, config.participation, config.seed, number, everyone=setup.method.everyone)
+    mails = [server.send(client) for client in chosen]
+    bytes_down: dict[str, int] = {}
+    for mail in mails:
+        for key, count in bytes_of(mail.items).items():
+            bytes_down[key] = bytes_down.get(key, 0) + count
+    watch.lap("other")
+    mails.sort(key=lambda mail: -int(federation.sizes[mail.client]))  # longest first
+    waiting = Waiting(engine.carry(mails))
+    outcome = server.receive(chosen, waiting)
+    watch.lap("aggregate")
+    watch.move("aggregate", "train", waiting.seconds)
+    blown = _diverged(server, outcome)
+    metrics = None
+    if not blown and (number % config.eval_every == 0 or number == config.rounds):
+        metrics = evaluate(server, federation, engine, config.eval_clients)
+        watch.lap("evaluate")
+    accepted = outcome.accepted
+    return {
+        "round": number,
+        "participants": chosen,
+        "refused": [{"client": client, "why": why} for client, why in outcome.refused.items()],
+        "train_loss": statistics.fmean(reply.loss for reply in accepted) if accepted else None,
+        "samples": sum(reply.seen for reply in accepted),
+        "steps": sum(reply.steps for reply in accepted),
+        "bytes_up": outcome.bytes_up,
+        "bytes_down": bytes_down,
+        "seconds": watch.seconds,
+        "metrics": metrics,
+        **({"diverged": True} if blown else {}),
+    }
+
+
+def sample(federation: Federation, participation: float, seed: int, round: int, *, everyone: bool = False) -> list[int]:
+    """max(int(C K), 1) clients, uniformly without replacement, of those that hold data."""
+    eligible = federation.eligible
+    if everyone:
+        return list(eligible)
+    count = min(max(int(participation * federation.clients), 1), len(eligible))
+    order = torch.randperm(len(eligible), generator=generator(seed, round, "sample"))
+    return sorted(eligible[i] for i in order[:count].tolist())
+
+
+def _diverged(server: Server, outcome: Outcome) -> bool:
+    """Whether training blew up. A round that brought nothing usable for another reason is an error."""
+    if not outcome.accepted:
+        if all(diverged(why) for why in outcome.refused.values()):
+            return True
+        reasons = "; ".join(f"client {client}: {why}" for client, why in outcome.refused.items())
+        raise FedAlloyError(f"round {server.round} brought no usable reply: {reasons}")
+    return server.weights is not None and not bool(torch.isfinite(server.weights).all())
+
+
+def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Record]) -> Record:
+    """The run in one object."""
+    metric = "global_acc" if "global model" in setup.method.gives else "personal_local_acc"
+    values = [line["metrics"][metric] for line in history if line["metrics"] and line["metrics"].get(metric) is not None]
+    train_seconds = sum(line["seconds"]["train"] for line in history)
+    samples = sum(line["samples"] for line in history)
+    blown = next((line["round"] for line in history if line.get("diverged")), None)
+    site = server.site
+    return {
+        "method": setup.method.expression,
+        "title": setup.method.title,
+        "seed": setup.config.seed,
+        "rounds": len(history),
+        "metric": metric,
+        "accuracy": {
+            "final": values[-1] if values and blown is None else None,
+            "best": max(values, default=None),
+            "mean_last_10": statistics.fmean(values[-10:]) if values and blown is None else None,
+        },
+        "bytes_up": sum(sum(line["bytes_up"].values()) for line in history),
+        "bytes_down": sum(sum(line["bytes_down"].values()) for line in history),
+        "train_seconds": train_seconds,
+        "samples_per_second": samples / train_seconds if train_seconds else None,
+        "weights_sha256": fingerprint(server.state()),
+        "private_sha256": folder.vault.fingerprint(),
+        "status": "finished" if blown is None else "diverged",
+        "diverged_round": blown,
+        "model": ", ".join(dict.fromkeys(setup.config.architectures)),
+        "parameters": len(site.initial),
+    }
+
+
+def write_partition(setup: Setup, folder: RunFolder) -> None:
+    """Who holds what, for the report; of a very large federation only the first clients."""
+    counts = setup.federation.split.counts(setup.federation.dataset)[:1000]
+    folder.describe_partition(list(setup.federation.dataset.class_names), counts.tolist())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread, as in every worker: more give other bits, and slow each other down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Waiting:
+    """Passes replies on and adds up the time spent waiting for them."""
+
+    def __init__(self, replies: Iterable[Reply]) -> None:
+        self._replies = iter(replies)
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Reply]:
+        while True:
+            began = time.perf_counter()
+            reply = next(self._replies, None)
+            self.seconds += time.perf_counter() - began
+            if reply is None:
+                return
+            yield reply
+
+
+class Stopwatch:
+    """Seconds by purpose."""
+
+    def __init__(self) -> None:
+        self.seconds = {"train": 0.0, "evaluate": 0.0, "aggregate": 0.0, "other": 0.0}
+        self._at = time.perf_counter()
+
+    def lap(self, purpose: str) -> None:
+        now = time.perf_counter()
+        self.seconds[purpose] += now - self._at
+        self._at = now
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds

@@ -1,0 +1,158 @@
+"""A site: the net of one architecture, cut to a method, built once in a process and lent to one client after another."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fedalloy import nets
+from fedalloy.alloy import Alloy, Mechanism
+from fedalloy.errors import FedAlloyError
+from fedalloy.nets.base import Inputs, Net, Outputs
+from fedalloy.random import seed_of
+from fedalloy.weights import Layout, Weights
+from fedalloy.wire import Items, Slot, Spec
+
+OWN = ("own.weights", "own.buffers")
+
+
+@contextmanager
+def seeded(*counter: int | str) -> Iterator[None]:
+    """Torch's process-wide generator, seeded by a counter and given back as it was (initialisers and dropout use it)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(*counter))
+        yield
+
+
+class Site:
+    """A net, its flat weights and its initial state."""
+
+    def __init__(self, method: Alloy, model: str, inputs: Inputs, seed: int) -> None:
+        self.method = method
+        self.model = model
+        self.inputs = inputs
+        self.seed = seed
+        with seeded(seed, "init", model):
+            self.net: Net = nets.build(model, inputs)
+        for piece in method.with_hook("build"):  # surgery draws from counters of its own: the body stays the same
+            with seeded(seed, "init", model, piece.label):
+                piece.build(self)
+        self.weights = Weights(self.net)
+        self.initial = self.weights.flat.clone()
+        self.initial_buffers = self.weights.buffers.clone()
+        self.has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
+        self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
+        self._spares: list[Frozen] = []
+        self._lent = 0
+
+    def reset(self) -> None:
+        """Hand the site to another client."""
+        self.weights.load(self.initial, self.initial_buffers)
+        self._lent = 0
+
+    def own(self) -> Items:
+        """The weights and buffers that nobody shares, as they stand: they stay with the client."""
+        if not any(self._own):
+            return {}
+        vectors = self.weights.flat, self.weights.buffers
+        return {
+            name: torch.cat([vector[gap] for gap in gaps] or [vector[:0]])
+            for name, vector, gaps in zip(OWN, vectors, self._own, strict=True)
+        }
+
+    def put_own(self, keep: Items) -> None:
+        """Install what `own` returned."""
+        for name, vector, gaps in zip(OWN, (self.weights.flat, self.weights.buffers), self._own, strict=True):
+            if gaps:
+                pieces = keep[name].split([gap.stop - gap.start for gap in gaps])
+                for gap, piece in zip(gaps, pieces, strict=True):
+                    vector[gap] = piece
+
+    def _layouts(self) -> list[tuple[Layout, str]]:
+        return [(self.weights.layout, "weights"), (self.weights.buffer_layout, "buffers")]
+
+    def _shared(self, kind: str) -> list[str]:
+        sharers = [piece for piece in self.method if piece.shares is not None]
+        return [str(p.shares) for p in sharers if kind == "weights" or getattr(p, "buffers", "average") != "local"]
+
+    def frozen(self, flat: Tensor, buffers: Tensor) -> "Frozen":
+        """A copy of the net with other weights, in eval mode and without gradient, until the round ends."""
+        if self._lent == len(self._spares):
+            self._spares.append(Frozen(self.net))
+        spare = self._spares[self._lent]
+        self._lent += 1
+        spare.weights.load(flat, buffers)
+        return spare
+
+    def sizes(self, piece: Mechanism) -> dict[str, int]:
+        """What the named dimensions of a mechanism's slots stand for here."""
+        part = getattr(piece, "part", "")
+        span, buffers = self.weights.span(part), self.weights.buffer_span(part)
+        keeps_buffers = getattr(piece, "buffers", "average") == "average"
+        return {
+            "weights": span.stop - span.start,
+            "buffers": buffers.stop - buffers.start if keeps_buffers else 0,
+            "classes": self.inputs.classes,
+            "features": self.net.width,
+        }
+
+    def specs(self, direction: str) -> dict[str, Spec]:
+        """Every declared slot, "label.slot", with its exact shape: `direction` is "down" or "up"."""
+        specs: dict[str, Spec] = {}
+        for piece in self.method:
+            sizes = self.sizes(piece)
+            slots: dict[str, Slot] = getattr(piece, direction)
+            for name, slot in slots.items():
+                shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in slot.shape)
+                specs[f"{piece.label}.{name}"] = Spec(slot, shape)
+        return specs
+
+
+def _gaps(layout: Layout, shared: list[str]) -> list[slice]:
+    """What is left of a flat vector when the shared parts are taken out."""
+    gaps, at = [], 0
+    for span in [*sorted((layout.span(part) for part in shared), key=lambda s: s.start), slice(layout.size, layout.size)]:
+        if span.start > at:
+            gaps.append(slice(at, span.start))
+        at = max(at, span.stop)
+    return gaps
+
+
+class Frozen:
+    """A net that only looks: `frozen(x)` is a forward pass that leaves no trace."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = copy.deepcopy(net).requires_grad_(False).eval()
+        self.weights = Weights(self.net)
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Outputs:
+        outputs: Outputs = self.net(x)
+        return outputs
+
+
+class Sites:
+    """The sites of a federation, one for each architecture, built when first needed."""
+
+    def __init__(self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int) -> None:
+        self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
+        self._built: dict[str, Site] = {}
+
+    def of(self, client: int) -> Site:
+        """Client k has architecture k mod number of architectures."""
+        return self.named(self.models[client % len(self.models)])
+
+    def named(self, model: str) -> Site:
+        if model not in self._built:
+            self._built[model] = Site(self.method, model, self.inputs, self.seed)
+        return self._built[model]
+
+    def check(self) -> None:
+        """Refuse methods that share weights between different architectures."""
+        if len(set(self.models)) > 1 and "one architecture" in self.method.gives:
+            raise FedAlloyError(
+                f"{self.method.title} averages whole models, but this federation mixes "
+                f"{', '.join(dict.fromkeys(self.models))}; use one --model, or a method for different models such as 'local'"
+            )

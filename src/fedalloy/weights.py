@@ -1,0 +1,102 @@
+"""One flat vector per model: parameters are views into it, gradients are views into a second one.
+
+Optimiser step, proximal term, control variate, average, distance and wire are then each one operation on
+one tensor. Float buffers (BatchNorm's running statistics) live in a third vector beside it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each named tensor sits in a flat vector."""
+
+    spans: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, torch.Size]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
+        spans, shapes, start = {}, {}, 0
+        for name, tensor in tensors:
+            spans[name] = (start, start + tensor.numel())
+            shapes[name] = tensor.shape
+            start += tensor.numel()
+        return cls(spans, shapes, start)
+
+    def span(self, part: str = "") -> slice:
+        """The slice of one part: "" is everything, "main" all but the auxiliary model, else a name prefix."""
+        if part == "":
+            return slice(0, self.size)
+        inside = [span for name, span in self.spans.items() if _belongs(name, part)]
+        if not inside:
+            return slice(0, 0)
+        start, stop = inside[0][0], inside[-1][1]
+        assert stop - start == sum(b - a for a, b in inside), f"{part!r} is not one span"
+        return slice(start, stop)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named views into a vector of this layout."""
+        return {name: flat[a:b].view(self.shapes[name]) for name, (a, b) in self.spans.items()}
+
+
+def _belongs(name: str, part: str) -> bool:
+    if part == "main":
+        return not name.startswith("aux.")
+    return name == part or name.startswith(part + ".")
+
+
+class Weights:
+    """The state of a net: `flat` parameters, `grad` their gradients, `buffers` the float buffers.
+
+    Buffers registered with `persistent=False` are constants of the net (an ETF classifier), not state.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        parameters = list(net.named_parameters())
+        buffers = [(name, b) for name, b in _state_buffers(net) if b.is_floating_point()]
+        self.layout = Layout.of(parameters)
+        self.buffer_layout = Layout.of(buffers)
+        self.flat = torch.empty(self.layout.size)
+        self.grad = torch.zeros(self.layout.size)
+        self.buffers = torch.empty(self.buffer_layout.size)
+        self.counters = [b for _, b in _state_buffers(net) if not b.is_floating_point()]
+        for (_, p), w, g in zip(
+            parameters, self.views(self.flat).values(), self.views(self.grad).values(), strict=True
+        ):
+            w.copy_(p.data)
+            p.data, p.grad = w, g
+        for (name, b), view in zip(buffers, self.buffer_layout.views(self.buffers).values(), strict=True):
+            view.copy_(b)
+            owner, _, leaf = name.rpartition(".")
+            net.get_submodule(owner)._buffers[leaf] = view
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        return self.layout.views(flat)
+
+    def zeros(self, part: str = "") -> Tensor:
+        """A zero vector as long as a part's parameters."""
+        return torch.zeros_like(self.flat[self.span(part)])
+
+    def span(self, part: str = "") -> slice:
+        return self.layout.span(part)
+
+    def buffer_span(self, part: str = "") -> slice:
+        return self.buffer_layout.span(part)
+
+    @torch.no_grad()
+    def load(self, flat: Tensor, buffers: Tensor) -> None:
+        """Take over a state. Integer counters start anew: no state that travels depends on them."""
+        self.flat.copy_(flat)
+        self.buffers.copy_(buffers)
+        for counter in self.counters:
+            counter.zero_()
+
+
+def _state_buffers(net: nn.Module) -> list[tuple[str, Tensor]]:
+    persistent = net.state_dict(keep_vars=True).keys()
+    return [(name, b) for name, b in net.named_buffers() if name in persistent]

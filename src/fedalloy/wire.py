@@ -1,0 +1,132 @@
+"""What crosses the wire: mail to a client, replies to the server; declared, counted and checked.
+
+Everything is a named tensor plus a little JSON. Serialised form: safetensors; there is no pickle anywhere.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedalloy.errors import FedAlloyError
+
+Reduce = Literal["mean", "uniform", "sum", "class_mean", "all"]
+Dim = int | str
+Items = dict[str, Tensor]
+Errand = Literal["train", "evaluate", "score"]
+
+MOST_SAMPLES = 10**12  # a client that claims more is not believed
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One declared item on the wire.
+
+    `reduce` says how the server folds the clients' values: `mean` by the aggregation weights, `uniform`,
+    `sum`, `class_mean` row by row by the class counts in the slot `counts`, `all` hands over every value.
+    Dimensions are numbers or names that a site resolves: "weights", "buffers", "classes", "features".
+    """
+
+    reduce: Reduce = "mean"
+    shape: tuple[Dim, ...] = ("weights",)
+    dtype: torch.dtype = torch.float32
+    increment: bool = False  # an additive update, so that codecs may compress it
+    counts: str = ""  # class_mean only: the slot that holds the class counts
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A slot at a given site: its exact shape."""
+
+    slot: Slot
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.slot.itemsize
+
+
+@dataclass(frozen=True)
+class Mail:
+    """From the server to one client: train, or evaluate your own model, or score a model on a chunk of data."""
+
+    errand: Errand
+    round: int
+    client: int
+    items: Items = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """From a client to the server. `samples` weighs; the rest of the facts is for the log."""
+
+    round: int
+    client: int
+    items: Items = field(default_factory=dict)
+    samples: int = 0
+    steps: int = 0
+    seen: int = 0  # samples trained on, counted once for every pass
+    loss: float = 0.0
+    seconds: float = 0.0
+
+
+def bytes_of(items: Mapping[str, Tensor]) -> dict[str, int]:
+    """Exact bytes per item."""
+    return {key: value.numel() * value.element_size() for key, value in items.items()}
+
+
+def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str | None:
+    """Why a reply cannot be used, or None. Broadcastable shapes are wrong shapes."""
+    if weighed and not (isinstance(reply.samples, int) and 0 < reply.samples <= MOST_SAMPLES):
+        return f"claims {reply.samples} samples"
+    if missing := sorted(declared.keys() - reply.items.keys()):
+        return f"lacks {', '.join(missing)}"
+    if extra := sorted(reply.items.keys() - declared.keys()):
+        return f"sent undeclared {', '.join(extra)}"
+    for key, spec in declared.items():
+        value = reply.items[key]
+        if value.dtype != spec.slot.dtype:
+            return f"{key} is {_short(value.dtype)}, declared {_short(spec.slot.dtype)}"
+        if tuple(value.shape) != spec.shape:
+            return f"{key} has shape {tuple(value.shape)}, declared {spec.shape}"
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return f"{key} is not finite"
+    if not math.isfinite(reply.loss):
+        return "its training loss is not finite"
+    return None
+
+
+def diverged(why: str) -> bool:
+    """Whether a refusal says that numbers blew up rather than that a message was malformed."""
+    return why.endswith("not finite")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dump(items: Mapping[str, Tensor], facts: Mapping[str, object] | None = None) -> bytes:
+    """Tensors and JSON facts as one safetensors blob; the same input gives the same bytes."""
+    meta = {"facts": json.dumps(facts or {}, sort_keys=True)}
+    return safetensors.torch.save({key: items[key].contiguous() for key in sorted(items)}, metadata=meta)
+
+
+def restore(blob: bytes) -> tuple[Items, dict[str, object]]:
+    """The inverse of `dump`."""
+    try:
+        items = safetensors.torch.load(blob)
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+        facts = json.loads(header.get("__metadata__", {}).get("facts", "{}"))
+    except (safetensors.SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise FedAlloyError(f"not a FedAlloy message: {error}") from None
+    return items, facts

@@ -1,0 +1,81 @@
+"""The workshop opens mail: it finds the client's data, site and private state, and does the errand.
+
+One workshop stands in every process that works for clients; engines carry mail to it and replies back.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.alloy import Alloy
+from fedalloy.client import EVAL_BATCH, Local, client_model, client_round
+from fedalloy.federation import Federation
+from fedalloy.site import Sites
+from fedalloy.storage import Vault
+from fedalloy.wire import Mail, Reply
+
+CHUNK = 4 * EVAL_BATCH  # samples of the global test set in one errand
+
+
+@dataclass
+class Workshop:
+    """All that is needed to act for any client of a federation."""
+
+    method: Alloy
+    sites: Sites
+    federation: Federation
+    local: Local
+    vault: Vault
+    seed: int
+    on_global: bool = True  # personal models are also tried on the global test set
+
+    def open(self, mail: Mail) -> Reply:
+        """Do what the mail says."""
+        return {"train": self._train, "evaluate": self._evaluate, "score": self._score}[mail.errand](mail)
+
+    def _train(self, mail: Mail) -> Reply:
+        """One round of training; the client's private state goes back to the vault before the reply leaves."""
+        site, data = self.sites.of(mail.client), self.federation.client(mail.client)
+        keep = self.vault.load(mail.client, before=mail.round)
+        info = self.federation.info
+        reply, kept = client_round(self.method, site, data, info, self.local, keep, mail, self.seed)
+        self.vault.save(mail.client, mail.round, kept)
+        return reply
+
+    def _evaluate(self, mail: Mail) -> Reply:
+        """The client's own model on its own test split, by class, and on the global test set."""
+        began = time.perf_counter()
+        site, data = self.sites.of(mail.client), self.federation.client(mail.client)
+        keep = self.vault.load(mail.client, before=mail.round + 1)
+        scores = client_model(self.method, site, data, self.federation.info, self.local, keep, mail, self.seed)
+        right = scores(data.x_test).argmax(1) == data.y_test
+        items = {
+            "right": torch.bincount(data.y_test[right], minlength=data.classes),
+            "count": torch.bincount(data.y_test, minlength=data.classes),
+        }
+        if self.on_global:
+            index = self.federation.split.global_test
+            y = self.federation.dataset.y[index]
+            items["global"] = (scores(self.federation.dataset.x[index]).argmax(1) == y).sum()
+        return Reply(mail.round, mail.client, items, seconds=time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def _score(self, mail: Mail) -> Reply:
+        """A model on one chunk of the global test set: predictions and losses."""
+        began = time.perf_counter()
+        site = self.sites.of(0)
+        site.weights.load(mail.items["weights"], mail.items["buffers"])
+        site.net.eval()
+        index = self.federation.split.global_test[mail.client * CHUNK : (mail.client + 1) * CHUNK]
+        predictions: list[Tensor] = []
+        losses: list[Tensor] = []
+        for batch in index.split(EVAL_BATCH):
+            x = self.federation.prepare(self.federation.dataset.x[batch], None)
+            logits = site.net(x).logits
+            predictions.append(logits.argmax(1))
+            losses.append(F.cross_entropy(logits, self.federation.dataset.y[batch], reduction="none"))
+        items = {"predictions": torch.cat(predictions), "losses": torch.cat(losses)}
+        return Reply(mail.round, mail.client, items, seconds=time.perf_counter() - began)
