@@ -1,0 +1,229 @@
+"""Reports as HTML pages that need no network, and the tables of a comparison for a paper."""
+
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import tomli_w
+
+from fedalloy.report import figures
+from fedalloy.report.files import write_whole
+from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables, warnings
+from fedalloy.report.results import comparison_tables, run_tables
+from fedalloy.report.runs import MEASURES, Comparison, Run, read_comparison, read_run
+from fedalloy.report.tables import Cell, Table, to_latex, to_markdown
+
+QUESTION = {
+    "data": "Data",
+    "model": "Model",
+    "models": "Models",
+    "skew": "Skew",
+    "clients": "Clients",
+    "participation": "Participation",
+    "rounds": "Rounds",
+    "epochs": "Epochs",
+    "batch": "Batch",
+    "lr": "Learning rate",
+}
+
+
+def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
+    """Write report.html into a run folder.
+
+    ``plotlyjs`` is "inline" for one file that holds everything, or the address of a plotly.min.js
+    relative to the page, so that many reports share one copy (``write_plotlyjs`` writes it).
+    """
+    run = read_run(folder)
+    title = f"{run.title} on {run.config['data']}" if "data" in run.config else run.title
+    facts = _question(run.config) | {"Seed": str(run.config.get("seed", 0)), "Status": run.status}
+    if run.summary and run.summary.weights_sha256:
+        facts["Weights (SHA-256)"] = run.summary.weights_sha256[:12]
+    sections = [
+        header(title, facts),
+        warnings([f"This run {what}." for what in _ending(run)]),
+        section("Results", tables([*run_tables(run), *_refusals({"this run": run})])),
+        section("Figures", pictures(_run_pictures(run))),
+        section("Reproduce", [card(code("fedalloy run --config config.toml"))]),
+        section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
+    ]
+    return write_whole(folder / "report.html", page(title, sections, plotlyjs))
+
+
+def write_comparison_report(folder: Path, plotlyjs: str = "inline") -> Path:
+    """Write report.html into a comparison folder; runs still under way are named, not counted."""
+    comparison = read_comparison(folder)
+    labels = [comparison.label(method) for method in comparison.methods]
+    shared = _shared_settings(comparison)
+    title = _listed(labels) + (f" on {shared['data']}" if "data" in shared else "")
+    facts = _question(shared) | {"Seeds": ", ".join(map(str, comparison.seeds))}
+    if comparison.target is not None:
+        facts["Target accuracy"] = f"{100 * comparison.target:g} %"
+    sections = [
+        header(title, facts),
+        warnings(_incidents(comparison)),
+        section("Results", tables([*comparison_tables(comparison), *_refusals(_named_runs(comparison))])),
+        section("Figures", pictures(_comparison_pictures(comparison))),
+        section("Reproduce", [card(code(_commands(comparison)))]),
+        section("Runs", [card(_links(comparison))]),
+        section("Configuration shared by all runs", [card(code(tomli_w.dumps(shared)))]),
+    ]
+    return write_whole(folder / "report.html", page(title, sections, plotlyjs))
+
+
+def write_tables(folder: Path) -> tuple[Path, Path]:
+    """Write table.md and table.tex into a comparison folder."""
+    drawn = comparison_tables(read_comparison(folder))
+    return (
+        write_whole(folder / "table.md", "\n".join(map(to_markdown, drawn))),
+        write_whole(folder / "table.tex", "\n".join(map(to_latex, drawn))),
+    )
+
+
+def _run_pictures(run: Run) -> list[Picture]:
+    alone = {run.title: [run]}
+    headline = run.summary.metric if run.summary else "global_acc"
+    return [
+        Picture("accuracy", "Accuracy", "Every accuracy the run recorded.", figures.accuracies(run)),
+        Picture("loss", "Training loss", "Mean over a round.", figures.curves(alone, "train_loss")),
+        Picture(
+            "sent",
+            "Accuracy against bytes",
+            f"{MEASURES.get(headline, headline)}; bytes sent up and down so far.",
+            figures.accuracy_by_bytes(alone, headline),
+        ),
+        _partition(run),
+        Picture(
+            "clients",
+            "Spread over clients",
+            "Accuracy of each client in the last evaluation.",
+            figures.client_spread(alone),
+        ),
+        Picture("classes", "Accuracy by class", "In the last evaluation.", figures.class_accuracy(alone)),
+        Picture("time", "Time by round", "What the seconds went into.", figures.time_by_round(run)),
+        Picture("slots", "Bytes by slot", "Traffic of the whole run.", figures.bytes_by_slot(alone)),
+    ]
+
+
+def _comparison_pictures(comparison: Comparison) -> list[Picture]:
+    groups = {
+        comparison.label(method): list((comparison.complete(method) or runs).values())
+        for method, runs in comparison.runs.items()
+        if runs
+    }
+    drawn = []
+    for measure in comparison.headlines:
+        name = MEASURES.get(measure, measure)
+        lines, sent = figures.curves(groups, measure), figures.accuracy_by_bytes(groups, measure)
+        band = "Mean over seeds, with a band from the worst seed to the best."
+        drawn.append(Picture(f"accuracy-{measure}", f"Accuracy by round: {name}", band, lines))
+        drawn.append(Picture(f"sent-{measure}", f"Accuracy against bytes: {name}", "Up and down.", sent))
+    return [
+        *drawn,
+        *map(_partition, comparison.every_run[:1]),
+        Picture(
+            "clients",
+            "Spread over clients",
+            "Accuracy of each client in the last evaluation, all seeds.",
+            figures.client_spread(groups),
+        ),
+        Picture(
+            "classes",
+            "Accuracy by class",
+            "In the last evaluation, mean over seeds.",
+            figures.class_accuracy(groups),
+        ),
+        Picture("time", "Time of a round", "Mean over rounds and seeds.", figures.time_by_method(groups)),
+        Picture(
+            "slots", "Bytes by slot", "Traffic of a run, mean over seeds.", figures.bytes_by_slot(groups)
+        ),
+    ]
+
+
+def _partition(run: Run) -> Picture:
+    drawn = figures.partition_picture(run.partition)
+    caption = f"Samples of each class at each client, seed {run.config.get('seed', 0)}."
+    return Picture("partition", "Who holds what", caption, drawn)
+
+
+def _question(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        label: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for key, label in QUESTION.items()
+        if (value := settings.get(key)) not in (None, [], "")
+    }
+
+
+def _shared_settings(comparison: Comparison) -> dict[str, Any]:
+    """The settings with one value in every run."""
+    first, *others = [run.config for run in comparison.every_run] or [{}]
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+def _named_runs(comparison: Comparison) -> dict[str, Run]:
+    return {
+        f"{comparison.label(method)}, seed {seed}": run
+        for method, runs in comparison.runs.items()
+        for seed, run in runs.items()
+    }
+
+
+def _ending(run: Run) -> list[str]:
+    """How a run ended, unless it simply finished."""
+    played = run.history[-1].round if run.history else 0
+    words = {
+        "diverged": f"diverged in round {run.diverged_round}",
+        "interrupted": f"was interrupted after round {played}",
+        "unfinished": f"is not finished: {played} rounds so far",
+    }
+    return [words[run.status]] if run.status in words else []
+
+
+def _incidents(comparison: Comparison) -> list[str]:
+    begun = _named_runs(comparison)
+    planned = [f"{comparison.label(m)}, seed {seed}" for m in comparison.methods for seed in comparison.seeds]
+    ended = [f"{name} {what}" for name, run in begun.items() for what in _ending(run)]
+    return ended + [f"{name} has not begun" for name in planned if name not in begun]
+
+
+def _refusals(runs: Mapping[str, Run]) -> list[Table]:
+    """Every client whose updates were refused, with the reason and how often; no table if there is none."""
+    rounds: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    for name, run in runs.items():
+        for entry in run.history:
+            for refusal in entry.refused:
+                rounds[name, refusal.client, refusal.why].append(entry.round)
+    rows = tuple(
+        tuple(map(Cell, (f"{name}: client {client}", why, str(len(when)), str(when[0]))))
+        for (name, client, why), when in rounds.items()
+    )
+    return [Table("Refused updates", ("Whose", "Why", "Times", "First in round"), rows)] if rows else []
+
+
+def _commands(comparison: Comparison) -> str:
+    if comparison.command:
+        return comparison.command
+    configs = [(run.folder / "config.toml").relative_to(comparison.folder) for run in comparison.every_run]
+    return "\n".join(shlex.join(["fedalloy", "run", "--config", config.as_posix()]) for config in configs)
+
+
+def _links(comparison: Comparison) -> str:
+    def link(seed: int, run: Run) -> str:
+        name = f"seed {seed}" + (f" ({run.status})" if run.status != "finished" else "")
+        if not (run.folder / "report.html").is_file():
+            return name
+        address = quote((run.folder / "report.html").relative_to(comparison.folder).as_posix())
+        return f'<a href="{address}">{name}</a>'
+
+    lines = [
+        f"<div><dt>{escape(method)}</dt><dd>{' · '.join(link(*pair) for pair in runs.items())}</dd></div>"
+        for method, runs in comparison.runs.items()
+    ]
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,83 @@
+"""The pieces a report page is put together from; everything a user named is escaped here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
+
+import plotly.graph_objects as go
+import plotly.io
+from plotly.offline import get_plotlyjs
+
+from fedalloy import __version__
+from fedalloy.report.tables import Table, to_html
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its words; one without data is only named."""
+
+    slug: str
+    title: str
+    caption: str
+    figure: go.Figure | None
+
+
+def page(title: str, sections: Iterable[str], plotlyjs: str) -> str:
+    """The whole page; ``plotlyjs`` is "inline" or the address of the script."""
+    if plotlyjs == "inline":
+        script = f"<script>{get_plotlyjs()}</script>"
+    else:
+        script = f'<script src="{escape(plotlyjs)}" charset="utf-8"></script>'
+    template = Template((files("fedalloy.report") / "page.html").read_text(encoding="utf-8"))
+    body = "\n".join(filter(None, sections))
+    return template.substitute(title=escape(title), plotlyjs=script, body=body, version=__version__)
+
+
+def header(title: str, facts: Mapping[str, str]) -> str:
+    pairs = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+    return f"<header><h1>{escape(title)}</h1>{card(f'<dl>{pairs}</dl>')}</header>"
+
+
+def section(title: str, parts: Iterable[str]) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n{''.join(parts)}</section>"
+
+
+def card(content: str) -> str:
+    return f'<div class="card">{content}</div>\n'
+
+
+def code(text: str) -> str:
+    return f"<pre><code>{escape(text)}</code></pre>"
+
+
+def tables(drawn: Iterable[Table]) -> list[str]:
+    return [card(to_html(table)) for table in drawn]
+
+
+def warnings(lines: Sequence[str]) -> str:
+    """A list of what went wrong; nothing if nothing did."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<div class="card warn"><h3>Please note</h3><ul>{items}</ul></div>' if lines else ""
+
+
+def pictures(drawn: Sequence[Picture]) -> list[str]:
+    """A card for each figure, and a line that names those left out."""
+    missing = ", ".join(picture.title for picture in drawn if picture.figure is None)
+    note = f'<p class="note">Left out, since nothing was recorded: {escape(missing)}.</p>'
+    cards = [_figure(picture, figure) for picture in drawn if (figure := picture.figure) is not None]
+    return [*cards, note] if missing else cards
+
+
+def _figure(picture: Picture, figure: go.Figure) -> str:
+    plot = plotly.io.to_html(
+        figure,
+        full_html=False,
+        include_plotlyjs=False,
+        div_id=picture.slug,
+        default_height=f"{figure.layout.height or 420}px",
+        config={"displaylogo": False, "responsive": True},
+    )
+    words = f"<figcaption><h3>{escape(picture.title)}</h3><p>{escape(picture.caption)}</p></figcaption>"
+    return f'<figure class="card">{words}<div class="plot">{plot}</div></figure>\n'

@@ -1,0 +1,133 @@
+"""One table, four renderings: marks, escaping, and what the tables of a comparison hold."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from fedalloy.report import (
+    Cell,
+    Table,
+    comparison_tables,
+    read_comparison,
+    read_run,
+    run_tables,
+    to_html,
+    to_latex,
+    to_markdown,
+    to_rich,
+)
+from test_report_runs import curve_run, fake_comparison, fake_run
+
+HOSTILE = r"a|b_c*d&e%f$g#h{i}~^\<script>[x]"
+TABLE = Table(
+    "Accuracy (%)",
+    ("Method", HOSTILE),
+    ((Cell(HOSTILE), Cell("81.23 ± 0.45", "best")), (Cell("b"), Cell("80.00", "second"))),
+    ("a_note",),
+)
+
+
+def terminal(table: Table) -> str:
+    written = io.StringIO()
+    Console(file=written, width=160, force_terminal=True, color_system="standard").print(to_rich(table))
+    return written.getvalue()
+
+
+def row(table: Table, method: str) -> dict[str, Cell]:
+    found = next(cells for cells in table.rows if cells[0].text.startswith(method))
+    return dict(zip(table.columns, found, strict=True))
+
+
+def test_markdown() -> None:
+    assert to_markdown(TABLE).splitlines() == [
+        "### Accuracy (%)",
+        "",
+        r"| Method | a\|b\_c\*d\&e%f\$g\#h{i}\~^\\\<script\>\[x\] |",
+        "| :-- | --: |",
+        r"| a\|b\_c\*d\&e%f\$g\#h{i}\~^\\\<script\>\[x\] | **81.23 ± 0.45** |",
+        "| b | <u>80.00</u> |",
+        "",
+        r"a\_note",
+    ]
+
+
+def test_latex() -> None:
+    text = to_latex(TABLE)
+    escaped = r"a|b\_c*d\&e\%f\$g\#h\{i\}\textasciitilde{}\textasciicircum{}\textbackslash{}$<$script$>$[x]"
+    assert rf"Method & {escaped} \\" in text
+    assert rf"{escaped} & \textbf{{81.23 $\pm$ 0.45}} \\" in text
+    assert r"b & \underline{80.00} \\" in text
+    assert r"\caption{Accuracy (\%). a\_note}" in text
+    assert [line for line in text.splitlines() if line.endswith("rule")] == [
+        r"\toprule",
+        r"\midrule",
+        r"\bottomrule",
+    ]
+
+
+def test_html() -> None:
+    text = to_html(TABLE)
+    assert "<script>" not in text
+    assert "<td><b>81.23 ± 0.45</b></td>" in text
+    assert "<td><u>80.00</u></td>" in text
+
+
+def test_terminal() -> None:
+    text = terminal(TABLE)
+    assert HOSTILE in text
+    assert "\x1b[1m81.23 ± 0.45\x1b[0m" in text
+    assert "\x1b[4m80.00\x1b[0m" in text
+
+
+def test_a_comparison_of_global_and_personal_methods(tmp_path: Path) -> None:
+    comparison = read_comparison(fake_comparison(tmp_path))
+    by_global, by_personal, cost, everything = comparison_tables(comparison)
+    assert by_global.title == "Global model: accuracy (%)"
+    assert row(by_global, "FedPer")["Final"] == Cell("—")
+    assert row(by_personal, "FedPer")["Final"].text.count(".") == 2
+    assert {row(by_global, name)["Final"].mark for name in ("FedAvg", "FedProx")} == {"best", "second"}
+    assert "p vs FedAvg" in by_global.columns
+    assert row(cost, "FedAvg")["Sent by clients"].text == "23.30 MiB"
+    assert len(everything.columns) == 4
+
+
+def test_equal_methods_share_the_mark_and_misses_say_after_how_many_rounds(tmp_path: Path) -> None:
+    ends = {"a": 0.70001, "b": 0.70002, "c": 0.4}
+    folder = fake_comparison(
+        tmp_path,
+        list(ends),
+        [0],
+        lambda place, method, seed: curve_run(place, {3: ends[method]}, method=method, title=method),
+    )
+    table, *_ = comparison_tables(read_comparison(folder))
+    assert [row(table, name)["Final"] for name in "abc"] == [
+        Cell("70.00", "best"),
+        Cell("70.00", "best"),
+        Cell("40.00", "second"),
+    ]
+    assert [row(table, name)["Rounds to 60\u00a0%"].text for name in "abc"] == ["3", "3", "> 3"]
+    assert row(table, "c")["Speedup"].text == "—"
+
+
+def test_a_diverged_method_is_starred_and_not_ranked(tmp_path: Path) -> None:
+    def make(place: Path, method: str, seed: int) -> Path:
+        return fake_run(
+            place, method=method, title=method, seed=seed, status="diverged" if method == "b" else "finished"
+        )
+
+    table, *_ = comparison_tables(read_comparison(fake_comparison(tmp_path, ["a", "b", "c"], [0, 1], make)))
+    assert row(table, "b †")["Final"].mark == "none"
+    assert any("diverged" in note for note in table.notes)
+
+
+def test_a_comparison_with_nothing_to_show_yet(tmp_path: Path) -> None:
+    folder = fake_comparison(tmp_path, ["a"], [0], lambda place, method, seed: place)
+    table, *_ = comparison_tables(read_comparison(folder))
+    assert row(table, "a") == {"Method": Cell("a"), "Seeds": Cell("0 of 1")}
+
+
+def test_tables_of_one_run(tmp_path: Path) -> None:
+    accuracy, cost = run_tables(read_run(curve_run(tmp_path / "run", {1: 0.5, 2: 0.8, 3: 0.6})))
+    assert [cell.text for cell in accuracy.rows[0]] == ["Global model", "60.00", "80.00", "63.33", "2"]
+    assert row(cost, "Sent by clients")["Value"].text == "180 B"
