@@ -37,7 +37,8 @@ def read_npz(path: Path) -> Raw:
 
 
 def _arrays(path: Path) -> tuple[list[str], dict[str, Array]]:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as stream:
+        file = np.load(stream, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("it is a single array")
         wanted = ("class_names", *(_PAIRS if "x_train" in file.files else ("x", "y")))

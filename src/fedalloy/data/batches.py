@@ -92,12 +92,12 @@ class Prepare:
         if self.kind == "image" and generator is not None and (self.crop or self.flip):
             x = self._augmented(x, generator)
         centre, width = self._scale
-        return (x - centre.to(x.device)).div_(width.to(x.device))
+        return x.to(torch.float32, copy=True).sub_(centre.to(x.device)).div_(width.to(x.device))
 
     @cached_property
     def _scale(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation in the units of the stored samples, shaped to broadcast."""
-        both = torch.tensor([self.mean, self.std], dtype=torch.float64)
+        both = torch.tensor([self.mean or (0.0,), self.std or (1.0,)], dtype=torch.float64)
         if self.kind == "image":
             both = 255 * both[:, :, None, None]
         centre, width = both.float()

@@ -1,6 +1,5 @@
 """Hugging Face data sets: a folder written with `save_to_disk`, or a name on the hub."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,10 @@ def read_hub(name: str, root: Path | None) -> Raw:
     try:
         found = datasets.load_from_disk(str(folder)) if folder else datasets.load_dataset(name)
     except (OSError, ValueError, RuntimeError) as error:
+        if folder:
+            raise FedAlloyError(
+                f"{folder} was not written with save_to_disk ({_first_line(error)})"
+            ) from None
         looked = ", ".join(str(folder) for folder in folders)
         raise FedAlloyError(
             f"hf:{name} cannot be loaded: looked for a folder written with save_to_disk at {looked}, "
@@ -79,5 +82,4 @@ def _images(name: str, parts: list[Any], column: str) -> list[Array]:
 
 
 def _first_line(error: Exception) -> str:
-    lines: Iterable[str] = (str(error) or type(error).__name__).splitlines()
-    return next(iter(lines))
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

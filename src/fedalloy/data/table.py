@@ -6,6 +6,7 @@ text is the sample and other columns are left aside.
 
 import csv
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from fedalloy.data.raw import Array, Part, Raw, divided
 from fedalloy.errors import FedAlloyError
 
 LABELS = ("label", "target", "class", "y")
+
+_MEND = "turn it into numbers or drop it"
 
 
 @dataclass(frozen=True)
@@ -65,22 +68,20 @@ def read_parquet(path: Path) -> Raw:
     return _raw(path, roles, features, words, first_line=1)
 
 
-_MEND = "turn it into numbers or drop it"
-
-
 def _from_rows(path: Path, rows: Any) -> Raw:
     header = [cell.strip() for cell in next(rows, [])]
     roles = _roles(path, header)
     places = [header.index(name) for name in roles.features]
     words: dict[str, list[str]] = {name: [] for name in (roles.label, roles.split, roles.text) if name}
+    word_places = [(header.index(name), column) for name, column in words.items()]
     numbers = array("d")
     for row in filter(None, rows):
         if len(row) != len(header):
             raise FedAlloyError(
                 f"{path}, line {rows.line_num}: {len(row)} cells; the first line names {len(header)} columns"
             )
-        for name, column in words.items():
-            column.append(row[header.index(name)])
+        for place, column in word_places:
+            column.append(row[place])
         try:
             numbers.extend([float(row[place]) for place in places])
         except ValueError:
@@ -103,9 +104,13 @@ def _not_a_number(where: str, header: list[str], row: list[str], places: list[in
 def _roles(path: Path, columns: Sequence[str]) -> _Roles:
     if not columns:
         raise FedAlloyError(f"{path} is empty; the first line must name the columns")
-    if doubled := sorted({name for name in columns if list(columns).count(name) > 1}):
-        raise FedAlloyError(f"{path}: two columns are named {doubled[0]!r}")
-    if any(_is_number(name) for name in columns):
+    if "" in columns:
+        raise FedAlloyError(f"{path}: a column has no name; name or drop it (pandas: to_csv(index=False))")
+    ((most, times),) = Counter(columns).most_common(1)
+    if times > 1:
+        raise FedAlloyError(f"{path}: {times} columns are named {most!r}")
+    numbers = [name for name in columns if _is_number(name)]
+    if numbers != [str(position) for position in range(len(numbers))]:  # 0, 1, 2, ... are fair names
         raise FedAlloyError(f"{path}: the first line must name the columns; it holds numbers")
     lower = {name.lower(): name for name in columns}
     split, text = lower.get("split"), lower.get("text")
