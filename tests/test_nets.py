@@ -21,7 +21,7 @@ from fedalloy.nets.measure import samples
 VECTORS = Inputs("vector", (12,), classes=3)
 TOKENS = Inputs("tokens", (9,), classes=2, vocab=30)
 HUGE = {"vit-b16", "vit-b32"}
-HEAVY = {"vgg11", "resnet34", "resnet50", "densenet"}
+HEAVY = {"vgg11", "resnet18", "resnet34", "resnet50", "resnet110", "densenet"}
 IMAGE_MODELS = [model.name for model in names() if "image" in model.kinds]
 
 
@@ -81,7 +81,9 @@ def test_every_side(name: str, inputs: Inputs) -> None:
     assert out.logits.shape == (2, inputs.classes)
 
 
-@pytest.mark.parametrize("text", [*(n for n in IMAGE_MODELS if n not in HUGE | HEAVY), "vgg11", "bilstm"])
+@pytest.mark.parametrize(
+    "text", [*(n for n in IMAGE_MODELS if n not in HUGE | HEAVY), "resnet18(width=0.25)", "bilstm"]
+)
 def test_the_seed_decides(text: str) -> None:
     inputs = TOKENS if text == "bilstm" else DIGITS
     first, second, other = (_flat(text, inputs, seed) for seed in (1, 1, 2))
@@ -156,6 +158,11 @@ def test_pooling_before_relu_changes_nothing(norm: str) -> None:
 @pytest.mark.parametrize("name", ["cnn", "vgg11", "resnet18", "mobilenetv2", "shufflenet", "densenet"])
 def test_features_are_not_negative(name: str) -> None:
     assert (build(name, DIGITS)(samples(DIGITS, 2)).features >= 0).all()
+
+
+def test_features_do_not_vanish_without_normalisation() -> None:
+    torch.manual_seed(0)
+    assert build("vgg11", DIGITS)(samples(DIGITS, 8)).features.std() > 0.05
 
 
 def test_padding_is_not_read() -> None:

@@ -57,10 +57,10 @@ def global_pool() -> nn.Sequential:
 
 
 def he_init(module: nn.Sequential) -> nn.Sequential:
-    """Kaiming-normal convolutions: He et al., "Delving Deep into Rectifiers", ICCV 2015."""
+    """Convolutions that keep the scale of what they read (He et al., ICCV 2015)."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     return module
