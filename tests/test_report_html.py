@@ -30,7 +30,7 @@ def test_a_run_report_holds_everything(tmp_path: Path) -> None:
     assert "<h1>FedAvg on digits</h1>" in text
     assert "fedalloy run --config config.toml" in text
     assert "skew = &quot;dirichlet(0.3)&quot;" in text
-    assert "this run: client 3</td><td>its update is not finite</td><td>1</td><td>4</td>" in text
+    assert "<td>client 3</td><td>its update is not finite</td><td>1</td><td>4</td>" in text
     assert "Left out" not in text
     assert '<script src="../plotly.min.js" charset="utf-8"></script>' in text
 
@@ -83,7 +83,7 @@ def test_a_comparison_report_holds_everything(tmp_path: Path) -> None:
     assert "fedalloy compare fedavg fedper --target 0.6" in text
     assert "<li>FedAvg, seed 2 is not finished: 20 rounds so far</li>" in text
     assert '<a href="fedper/seed1/report.html">seed 1</a>' in text
-    assert "FedPer, seed 0: client 3" in text
+    assert "FedPer, seed 0, client 3" in text
 
 
 def test_a_comparison_that_has_not_begun_has_a_page(tmp_path: Path) -> None:

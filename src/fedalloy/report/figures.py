@@ -26,7 +26,7 @@ MOST_BARS = 60  # clients; beyond, a bar is too thin to read
 MOST_COLOURS = 20  # classes; beyond, neighbouring colours cannot be told apart
 MOST_MARKERS = 25
 MOST_POINTS = 300
-ROW_LABEL = 18  # letters on a line beside a bar
+ROW_LABEL = 20  # letters on a line beside a bar
 PERCENT = ".2%"
 
 
@@ -78,7 +78,7 @@ def client_spread(groups: Groups) -> go.Figure | None:
             )
     figure.update_xaxes(title="accuracy of a client", tickformat=".0%", hoverformat=PERCENT)
     figure.update_yaxes(autorange="reversed", type="category")
-    figure.update_layout(showlegend=False, height=_height(len(figure.data)))
+    figure.update_layout(showlegend=False, height=_height([trace.name for trace in figure.data]))
     return _finished(figure)
 
 
@@ -144,6 +144,7 @@ def time_by_method(groups: Groups) -> go.Figure | None:
     recorded = {
         label: entries for label, runs in groups.items() if (entries := [e for r in runs for e in r.history])
     }
+    labels = [_row(label) for label in recorded]
     split = {
         phase: [fmean(e.seconds.get(phase, 0.0) for e in entries) for entries in recorded.values()]
         for phase in PHASES
@@ -151,11 +152,10 @@ def time_by_method(groups: Groups) -> go.Figure | None:
     figure = go.Figure()
     for position, (phase, seconds) in enumerate(split.items()):
         if any(seconds):
-            labels = [_row(label) for label in recorded]
             figure.add_bar(y=labels, x=seconds, name=phase, orientation="h", marker=_bar(position))
     figure.update_xaxes(title="seconds per round", hoverformat=".3f")
     figure.update_yaxes(autorange="reversed", type="category")
-    figure.update_layout(barmode="stack", height=_height(len(recorded)))
+    figure.update_layout(barmode="stack", height=_height(labels))
     return _finished(figure)
 
 
@@ -179,7 +179,7 @@ def bytes_by_slot(groups: Groups) -> go.Figure | None:
         figure.add_bar(y=list(totals), x=shares, name=_text(slot), orientation="h", marker=_bar(position))
     figure.update_xaxes(title=name, hoverformat=".2f")
     figure.update_yaxes(autorange="reversed", type="category")
-    figure.update_layout(barmode="stack", height=_height(len(totals)))
+    figure.update_layout(barmode="stack", height=_height(list(totals)))
     return _finished(figure)
 
 
@@ -232,7 +232,10 @@ def _finished(figure: go.Figure, measure: str = "") -> go.Figure | None:
     elif measure:
         figure.update_yaxes(title=measure.replace("_", " "), hoverformat=".4f")
     figure.update_xaxes(automargin=True)
-    figure.update_yaxes(automargin=True)
+    figure.update_yaxes(automargin=True, ticks="outside", ticklen=6, tickcolor="rgba(0,0,0,0)")
+    if figure.layout.height is None:
+        named = sum(trace.showlegend is not False for trace in figure.data)
+        figure.update_layout(height=400 + 14 * max(named - 4, 0))  # room for the legend on a narrow screen
     return figure.update_layout(
         template="plotly_white",
         paper_bgcolor="rgba(0,0,0,0)",
@@ -250,8 +253,8 @@ def _text(name: str) -> str:
 
 
 def _row(name: str) -> str:
-    """A name beside a bar, on lines short enough for a narrow screen."""
-    return "<br>".join(map(_text, wrap(name, ROW_LABEL)))
+    """A name beside a bar, on lines short enough for a narrow screen, broken before its options."""
+    return "<br>".join(map(_text, wrap(name.replace("(", " ("), ROW_LABEL)))
 
 
 def _class_labels(names: Sequence[str], classes: int) -> list[str]:
@@ -266,8 +269,9 @@ def _bar(position: int) -> dict[str, object]:
     return {"color": _colour(position), "line": {"width": 0}}
 
 
-def _height(rows: int) -> int:
-    return 150 + 42 * rows
+def _height(rows: Sequence[str]) -> int:
+    lines = max((row.count("<br>") for row in rows), default=0) + 1
+    return 150 + len(rows) * (24 + 18 * lines)
 
 
 def _all(groups: Groups) -> list[Run]:

@@ -17,6 +17,7 @@ from fedalloy.report.results import comparison_tables, run_tables
 from fedalloy.report.runs import MEASURES, Comparison, Run, read_comparison, read_run
 from fedalloy.report.tables import Cell, Table, to_latex, to_markdown
 
+MOST_NAMED = 4  # methods in a heading
 QUESTION = {
     "data": "Data",
     "model": "Model",
@@ -45,7 +46,7 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
     sections = [
         header(title, facts),
         warnings([f"This run {what}." for what in _ending(run)]),
-        section("Results", tables([*run_tables(run), *_refusals({"this run": run})])),
+        section("Results", tables([*run_tables(run), *_refusals({"": run})])),
         section("Figures", pictures(_run_pictures(run))),
         section("Reproduce", [card(code("fedalloy run --config config.toml"))]),
         section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
@@ -59,7 +60,9 @@ def write_comparison_report(folder: Path, plotlyjs: str = "inline") -> Path:
     labels = [comparison.label(method) for method in comparison.methods]
     shared = _shared_settings(comparison)
     title = _listed(labels) + (f" on {shared['data']}" if "data" in shared else "")
-    facts = _question(shared) | {"Seeds": ", ".join(map(str, comparison.seeds))}
+    facts = (
+        {"Methods": ", ".join(labels)} | _question(shared) | {"Seeds": ", ".join(map(str, comparison.seeds))}
+    )
     if comparison.target is not None:
         facts["Target accuracy"] = f"{100 * comparison.target:g} %"
     sections = [
@@ -191,14 +194,15 @@ def _incidents(comparison: Comparison) -> list[str]:
 
 def _refusals(runs: Mapping[str, Run]) -> list[Table]:
     """Every client whose updates were refused, with the reason and how often; no table if there is none."""
-    rounds: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    rounds: dict[tuple[str, str], list[int]] = defaultdict(list)
     for name, run in runs.items():
+        lead = f"{name}, " if name else ""
         for entry in run.history:
             for refusal in entry.refused:
-                rounds[name, refusal.client, refusal.why].append(entry.round)
+                rounds[f"{lead}client {refusal.client}", refusal.why].append(entry.round)
     rows = tuple(
-        tuple(map(Cell, (f"{name}: client {client}", why, str(len(when)), str(when[0]))))
-        for (name, client, why), when in rounds.items()
+        (Cell(whose), Cell(why), Cell(str(len(when))), Cell(str(when[0])))
+        for (whose, why), when in rounds.items()
     )
     return [Table("Refused updates", ("Whose", "Why", "Times", "First in round"), rows)] if rows else []
 
@@ -226,4 +230,6 @@ def _links(comparison: Comparison) -> str:
 
 
 def _listed(names: list[str]) -> str:
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} methods"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -76,7 +76,7 @@ def _figure(picture: Picture, figure: go.Figure) -> str:
         full_html=False,
         include_plotlyjs=False,
         div_id=picture.slug,
-        default_height=f"{figure.layout.height or 420}px",
+        default_height=f"{figure.layout.height}px",
         config={"displaylogo": False, "responsive": True},
     )
     words = f"<figcaption><h3>{escape(picture.title)}</h3><p>{escape(picture.caption)}</p></figcaption>"

@@ -1,0 +1,46 @@
+# FedAlloy. `make help` explains every target.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+CHECKED := src tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format bench docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv and install everything (once)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+run: $(STAMP) ## compare methods on embedded data, offline; prints a table and the path of a report
+	$(BIN)/fedalloy compare fedavg fedprox scaffold \
+	    --data digits --skew dirichlet:0.1 --clients 10 --model mlp --rounds 30 --epochs 2 --lr 0.1 \
+	    --seeds 0,1,2 --target 0.8
+
+test: $(STAMP) ## run all tests (browser tests where a browser is found)
+	$(BIN)/pytest -q -n 2 --dist loadgroup
+
+check: $(STAMP) ## format, lint and strict types, then all tests
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/mypy
+	$(MAKE) test
+
+format: $(STAMP) ## put the code into shape
+	$(BIN)/ruff format $(CHECKED)
+	$(BIN)/ruff check --fix $(CHECKED)
+
+bench: $(STAMP) ## time a round and its parts
+	$(BIN)/python benchmarks/rounds.py
+
+docs: $(STAMP) ## check that every command and example in the docs runs
+	$(BIN)/pytest -q tests/test_docs.py
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs

@@ -1,0 +1,163 @@
+"""What a method is made of, what it keeps, what crosses the wire and what that costs: read off the method itself."""
+
+import inspect
+import types
+import typing
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedalloy import registry
+from fedalloy.alloy import CLAIMED_HOOKS, Alloy, Mechanism
+from fedalloy.client import ClientData, Info, Local, client_round
+from fedalloy.data import Prepare
+from fedalloy.nets import size_of
+from fedalloy.nets.base import Inputs
+from fedalloy.nets.measure import samples
+from fedalloy.server import Server
+from fedalloy.site import Site
+from fedalloy.wire import Spec
+
+MOMENTS = {
+    "build": "changes the model",
+    "born": "prepares a new client",
+    "load": "installs what was received",
+    "start": "begins the round",
+    "phases": "cuts up local training",
+    "task": "replaces the task loss",
+    "loss": "adds a loss term",
+    "gradient": "wraps the gradient",
+    "finish": "ends local training",
+    "adapt": "adapts before evaluation",
+    "predict": "predicts",
+    "weigh": "weighs the replies",
+    "absorb": "looks at each reply",
+    "receive": "aggregates",
+    "shown": "chooses what is evaluated",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A method, taken apart for one model and one kind of input."""
+
+    method: Alloy
+    recipe: registry.Recipe | None
+    model: str
+    inputs: Inputs
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        site = Site(self.method, self.model, self.inputs, seed=0)
+        server_state, client_state = _states(self.method, site)
+        down, up = site.specs("down"), site.specs("up")
+        wire = _wire("down", down) + _wire("up", up)
+        if any(spec.slot.reduce == "mean" for spec in up.values()):
+            wire.append({"direction": "up", "slot": "samples", "shape": [], "reduce": "all", "bytes": 8})
+        size = size_of(self.model, self.inputs)
+        return {
+            "method": self.method.expression,
+            "title": self.method.title,
+            "paper": self.recipe.paper if self.recipe else None,
+            "family": self.recipe.family if self.recipe else None,
+            "summary": self._summary(),
+            "parameters": parameters_of(self.recipe) if self.recipe else [],
+            "parts": [_part(piece) for piece in self.method],
+            "gradient_order": [piece.label for piece in self.method.with_hook("gradient")],
+            "wire": wire,
+            "bytes_down": sum(row["bytes"] for row in wire if row["direction"] == "down"),
+            "bytes_up": sum(row["bytes"] for row in wire if row["direction"] == "up"),
+            "server_state": server_state,
+            "client_state": client_state,
+            "model": {
+                "name": self.model,
+                "parameters": len(site.initial),
+                "buffers": len(site.initial_buffers),
+                "flops_per_sample": size.flops,
+            },
+        }
+
+    def _summary(self) -> str:
+        source = inspect.getmodule(inspect.unwrap(self.recipe.make)) if self.recipe else None
+        return (inspect.getdoc(source) or "") if source else ""
+
+
+def explain(text: str, model: str, inputs: Inputs) -> Explanation:
+    """Take a method apart."""
+    method = registry.make(text)
+    name = registry.parse(text)[0].name if "+" not in text and ":" not in text else ""
+    return Explanation(method, registry.RECIPES.get(name), model, inputs)
+
+
+def parameters_of(recipe: registry.Recipe) -> list[dict[str, Any]]:
+    """Name, default and range of every hyper-parameter."""
+    hints = typing.get_type_hints(inspect.unwrap(recipe.make), include_extras=True)
+    return [
+        {"name": name, "default": parameter.default, "range": _range(hints[name])}
+        for name, parameter in recipe.parameters.items()
+    ]
+
+
+def _range(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " | ".join(map(str, arguments))
+    if origin is typing.Annotated:
+        signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+        bounds = [
+            f"{sign} {value:g}"
+            for limit in arguments[1:]
+            for field, sign in signs.items()
+            if (value := getattr(limit, field, None)) is not None
+        ]
+        return f"{_range(arguments[0])} {' and '.join(bounds)}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_range(argument) for argument in arguments)
+    if origin is tuple:
+        return f"several {_range(arguments[0])}"
+    return "none" if hint is type(None) else str(hint.__name__)
+
+
+def _part(piece: Mechanism) -> dict[str, Any]:
+    return {
+        "name": piece.label,
+        "settings": {f.name: getattr(piece, f.name) for f in fields(piece)},
+        "does": [said for hook, said in MOMENTS.items() if piece.has(hook)],
+        "claims": sorted({*piece.claims, *(what for hook, what in CLAIMED_HOOKS.items() if piece.has(hook))}),
+        "needs": sorted(piece.needs),
+        "says": (inspect.getdoc(piece) or "").split("\n\n")[0].replace("\n", " "),
+    }
+
+
+def _wire(direction: str, specs: dict[str, Spec]) -> list[dict[str, Any]]:
+    return [
+        {
+            "direction": direction,
+            "slot": key,
+            "shape": list(spec.shape),
+            "reduce": spec.slot.reduce if direction == "up" else "",
+            "bytes": spec.bytes,
+        }
+        for key, spec in specs.items()
+    ]
+
+
+def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that server and client keep between rounds, seen in a rehearsal on two made-up samples."""
+    inputs = site.inputs
+    stored = samples(inputs, 2) if inputs.kind != "image" else torch.zeros(2, *inputs.shape, dtype=torch.uint8)
+    width = inputs.shape[0] if inputs.kind != "tokens" else 0
+    prepare = Prepare(inputs.kind, (0.0,) * width, (1.0,) * width)
+    y = torch.arange(2) % inputs.classes
+    data = ClientData(stored, y, stored[:0], y[:0], inputs.classes, prepare)
+    info, local = Info(1, 2), Local(batch=2)
+    server = Server(method, site, info, local, seed=0)
+    server.round = 1
+    _, keep = client_round(method, site, data, info, local, {}, server.send(0), seed=0)
+    return _sizes(server.state()), _sizes(keep)
+
+
+def _sizes(items: dict[str, Tensor]) -> dict[str, int]:
+    return {key: value.numel() * value.element_size() for key, value in items.items()}
