@@ -181,6 +181,12 @@ def test_another_folder_is_refused(tmp_path: Path, read: Callable[[Path], object
         read(tmp_path)
 
 
+def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "compare.json").write_text('{"methods": [], "seeds": [0], "runs": {}}')
+    with pytest.raises(FedAlloyError, match=r"compare\.json: methods: Tuple should have at least 1 item"):
+        read_comparison(tmp_path)
+
+
 def test_broken_settings_are_named(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run")
     (folder / "config.toml").write_text("method = ")

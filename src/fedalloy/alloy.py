@@ -161,7 +161,9 @@ class Mechanism:
         return getattr(type(self), hook) is not getattr(Mechanism, hook)
 
     def __str__(self) -> str:
-        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        ]
         return f"{type(self).__name__.lower()}({', '.join(shown)})" if shown else type(self).__name__.lower()
 
 
@@ -252,7 +254,9 @@ def _check(title: str, pieces: tuple[Mechanism, ...]) -> None:
 
 def _check_pair(first: Mechanism, second: Mechanism) -> None:
     if first.label == second.label:
-        raise AlloyConflict(f"{first} and {second} are the same part with different settings; keep one of them")
+        raise AlloyConflict(
+            f"{first} and {second} are the same part with different settings; keep one of them"
+        )
     for claim in sorted(first.claims & second.claims):
         raise AlloyConflict(f"{first} and {second} both claim {claim}; keep one of them")
     for hook, what in CLAIMED_HOOKS.items():

@@ -18,13 +18,13 @@ from fedalloy import nets, registry
 from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
 from fedalloy.data import load
-from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain as explained
 from fedalloy.explain import parameters_of
 from fedalloy.federation import federate
 from fedalloy.nets.base import Inputs
 from fedalloy.report import read_comparison, write_comparison_report, write_run_report, write_tables
-from fedalloy.run import Setup, resume, start
+from fedalloy.run import resume, start
 
 app = App(
     name="fedalloy",
@@ -34,7 +34,9 @@ app = App(
 )
 
 Settings = Annotated[Config | None, Parameter(name="*")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object and nothing else.")]
+AsJson = Annotated[
+    bool, Parameter(name="--json", negative="", help="Print one JSON object and nothing else.")
+]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", help="A TOML file; flags win over it.")]
 Out = Annotated[Path | None, Parameter(help="The folder to write; must be new.")]
 
@@ -89,7 +91,10 @@ def compare(
     plan = Comparison.plan(base, methods, _numbers(seeds), out, target, _command_line())
     console = show.console(quiet=as_json)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
-    with show.progress(console, total, total - plan.rounds_left()) as tick, show.resumable(plan.folder, again=True):
+    with (
+        show.progress(console, total, total - plan.rounds_left()) as tick,
+        show.resumable(plan.folder, again=True),
+    ):
         results = plan.run(lambda method, seed, record: tick({**record, "doing": f"{method}, seed {seed}"}))
     if as_json:
         _print_json(
@@ -107,10 +112,19 @@ def compare(
 def methods(*, as_json: AsJson = False) -> None:
     """List the methods, with their families, papers and parameters, and the parts that can be added to them."""
     recipes = [
-        {"name": r.name, "title": r.title, "family": r.family, "paper": r.paper, "parameters": parameters_of(r)}
+        {
+            "name": r.name,
+            "title": r.title,
+            "family": r.family,
+            "paper": r.paper,
+            "parameters": parameters_of(r),
+        }
         for r in registry.RECIPES.values()
     ]
-    parts = [{"name": name, "says": (kind.__doc__ or "").splitlines()[0]} for name, kind in registry.parts().items()]
+    parts = [
+        {"name": name, "says": (kind.__doc__ or "").splitlines()[0]}
+        for name, kind in registry.parts().items()
+    ]
     if as_json:
         _print_json({"methods": recipes, "parts": parts})
     else:
@@ -162,7 +176,9 @@ def partition(
         chosen.data_root,
         chosen.augment,
     )
-    picture = show.partition_picture(federation, out or Path("partition.html")) if out or not as_json else None
+    picture = (
+        show.partition_picture(federation, out or Path("partition.html")) if out or not as_json else None
+    )
     if as_json:
         counts = federation.split.counts(federation.dataset)
         _print_json(
@@ -240,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(sentence: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[bold red]error:[/] {show.plain(sentence)}")
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
+        f"[bold red]error:[/] {show.plain(sentence)}"
+    )
     sys.exit(2)
 
 
@@ -255,16 +273,23 @@ def _merged(file: Path | None, given: dict[str, Any]) -> Config:
 
 def _no_other(folder: Path, out: Path | None, config: Path | None) -> None:
     if out or config:
-        raise FedAlloyError(f"--resume {folder} takes its config and its folder from the run; leave --out and --config away")
+        raise FedAlloyError(
+            f"--resume {folder} takes its config and its folder from the run; leave --out and --config away"
+        )
     if not (folder / "config.toml").is_file():
-        raise FedAlloyError(f"{folder} is not a run folder (it has no config.toml); start one with 'fedalloy run'")
+        raise FedAlloyError(
+            f"{folder} is not a run folder (it has no config.toml); start one with 'fedalloy run'"
+        )
 
 
 def _new_place(config: Config) -> Path:
     """A folder of its own for every run."""
     name = registry.make(config.method).title.lower().replace(" ", "")
     data = config.data.replace("/", "-").replace(":", "-")
-    return Path("runs") / f"{name}-{data}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 1000:03d}"
+    return (
+        Path("runs")
+        / f"{name}-{data}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 1000:03d}"
+    )
 
 
 def _numbers(text: str) -> list[int]:

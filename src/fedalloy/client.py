@@ -57,8 +57,9 @@ class Local:
         """A fresh optimiser for a flat vector: no state survives a round."""
         if self.optimizer == "sgd":
             return torch.optim.SGD([flat], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-        return kinds[self.optimizer]([flat], lr=lr, weight_decay=self.weight_decay)
+        if self.optimizer == "adam":
+            return torch.optim.Adam([flat], lr=lr, weight_decay=self.weight_decay)
+        return torch.optim.AdamW([flat], lr=lr, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,15 @@ class Client:
     """What mechanisms see of a client during a round."""
 
     def __init__(
-        self, method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+        self,
+        method: Alloy,
+        site: Site,
+        data: ClientData,
+        info: Info,
+        local: Local,
+        keep: Items,
+        mail: Mail,
+        seed: int,
     ) -> None:
         self.method = method
         self.site = site
@@ -141,7 +150,7 @@ class Client:
         """The model as it stands over stored samples: eval mode, no augmentation, no gradient."""
         training = self.net.training
         self.net.eval()
-        for batch in x.split(EVAL_BATCH):
+        for batch in torch.split(x, EVAL_BATCH):
             yield self.net(self.data.prepare(batch, None))
         self.net.train(training)
 
@@ -150,7 +159,7 @@ class Client:
         now, buffers = self.weights.flat.clone(), self.weights.buffers.clone()
         self.weights.load(flat, self.received_buffers)
         total = torch.zeros_like(self.weights.grad)
-        for index in torch.arange(self.data.samples).split(EVAL_BATCH):
+        for index in torch.split(torch.arange(self.data.samples), EVAL_BATCH):
             step = Step(self, self.data.prepare(self.data.x[index], None), self.data.y[index], index, 0)
             total += self._innermost(step) * (len(index) / self.data.samples)
         self.weights.load(now, buffers)
@@ -181,14 +190,18 @@ class Client:
         items: Items = {}
         for piece in self.method:
             sent = piece.finish(self, self.box(piece))
-            assert sent.keys() == piece.up.keys(), f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
+            assert sent.keys() == piece.up.keys(), (
+                f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
+            )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
         return items
 
     def keep(self) -> Items:
         """What survives until this client is asked again: drawers, and the weights that nobody shares."""
         drawers = {
-            f"{label}.{name}": value.detach() for label, box in self.boxes.items() for name, value in box.keep.items()
+            f"{label}.{name}": value.detach()
+            for label, box in self.boxes.items()
+            for name, value in box.keep.items()
         }
         return drawers | self.site.own()
 

@@ -46,7 +46,9 @@ class Comparison:
         """Check everything before anything runs. Without `out` the folder is named by the settings, so that the same
         command finds its own finished runs again, and one with another method adds to them."""
         if not methods:
-            raise FedAlloyError("name the methods to compare, such as: fedalloy compare fedavg 'fedprox(mu=0.1)'")
+            raise FedAlloyError(
+                "name the methods to compare, such as: fedalloy compare fedavg 'fedprox(mu=0.1)'"
+            )
         if not seeds:
             raise FedAlloyError("give at least one seed, such as --seeds 0,1,2")
         if target is not None and not 0 < target < 1:
@@ -109,7 +111,9 @@ class Comparison:
         return left
 
     def _describe(self) -> None:
-        runs = {method: {str(seed): self.place(method, seed) for seed in self.seeds} for method in self.methods}
+        runs = {
+            method: {str(seed): self.place(method, seed) for seed in self.seeds} for method in self.methods
+        }
         facts = {
             "methods": self.methods,
             "seeds": self.seeds,

@@ -22,22 +22,32 @@ class Config(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    method: str = Field("fedavg", description="A method, such as 'fedprox(mu=0.1)', or a sum such as 'moon+prox'.")
+    method: str = Field(
+        "fedavg", description="A method, such as 'fedprox(mu=0.1)', or a sum such as 'moon+prox'."
+    )
     data: str = Field("digits", description="A data set: digits is built in, others lie in --data-root.")
     data_root: str | None = Field(None, description="The folder with your data sets.")
     model: str = Field("mlp", description="A model, such as 'cnn', or your own as 'package.module:factory'.")
-    models: str | None = Field(None, description="Several architectures, dealt by client id; in place of --model.")
+    models: str | None = Field(
+        None, description="Several architectures, dealt by client id; in place of --model."
+    )
     clients: int = Field(10, ge=1, description="How many clients.")
     skew: str = Field("dirichlet:0.1", description="iid, dirichlet:A, pathological:K, domain or quantity:B.")
-    test_share: float = Field(0.0, ge=0, lt=1, description="Share of its data that each client holds out for testing.")
+    test_share: float = Field(
+        0.0, ge=0, lt=1, description="Share of its data that each client holds out for testing."
+    )
     augment: str = Field("none", description="none, or of crop:PADDING and flip, joined by a comma.")
-    participation: float = Field(1.0, gt=0, le=1, description="Share of the clients that take part in a round.")
+    participation: float = Field(
+        1.0, gt=0, le=1, description="Share of the clients that take part in a round."
+    )
     rounds: int = Field(20, ge=1, description="How many rounds.")
     epochs: int = Field(1, ge=1, description="Local epochs in a round.")
     steps: int | None = Field(None, ge=1, description="Local steps in a round, in place of epochs.")
     batch: int = Field(32, ge=1, description="Batch size.")
     lr: float = Field(0.05, gt=0, allow_inf_nan=False, description="Learning rate of the clients.")
-    lr_decay: float = Field(1.0, gt=0, le=1, description="The learning rate is multiplied by this every round.")
+    lr_decay: float = Field(
+        1.0, gt=0, le=1, description="The learning rate is multiplied by this every round."
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of SGD.")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="Weight decay.")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="The clients' optimiser.")

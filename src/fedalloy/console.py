@@ -7,7 +7,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from fedalloy.data.picture import partition_figure, partition_table
@@ -64,7 +71,9 @@ def resumable(place: Path, *, again: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         way = "type the same command again" if again else f"fedalloy run --resume {place}"
         done = "" if again else f" after round {played(place)}"
-        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"stopped{done}; carry on with: {escape(way)}")
+        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
+            f"stopped{done}; carry on with: {escape(way)}"
+        )
         raise
 
 
@@ -117,11 +126,17 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
     console.print(table)
     order = " → ".join(["task and losses", *facts["gradient_order"], "optimiser"])
     console.print(f"gradient: {escape(order)}")
-    table = Table("", "slot", "shape", "fold", "bytes", title="on the wire, per client and round", title_justify="left")
+    table = Table(
+        "", "slot", "shape", "fold", "bytes", title="on the wire, per client and round", title_justify="left"
+    )
     for row in facts["wire"]:
-        table.add_row(row["direction"], row["slot"], str(tuple(row["shape"])), row["reduce"], f"{row['bytes']:,}")
+        table.add_row(
+            row["direction"], row["slot"], str(tuple(row["shape"])), row["reduce"], f"{row['bytes']:,}"
+        )
     console.print(table)
-    console.print(f"down {in_bytes(facts['bytes_down'])}, up {in_bytes(facts['bytes_up'])} per client and round")
+    console.print(
+        f"down {in_bytes(facts['bytes_down'])}, up {in_bytes(facts['bytes_up'])} per client and round"
+    )
     for owner in ("server", "client"):
         state = facts[f"{owner}_state"]
         listed = ", ".join(f"{key} {in_bytes(size)}" for key, size in state.items()) or "nothing"
@@ -146,7 +161,11 @@ def partition_picture(federation: Federation, path: Path) -> Path:
 
 
 def models(console: Console, rows: list[dict[str, Any]], data: str) -> None:
-    table = Table("model", "what it is", "parameters", "FLOPs per sample", title=f"models, sized for {escape(data)}")
+    table = Table(
+        "model", "what it is", "parameters", "FLOPs per sample", title=f"models, sized for {escape(data)}"
+    )
     for row in rows:
-        table.add_row(row["name"], escape(row["says"]), f"{row['parameters']:,}", f"{row['flops_per_sample']:,}")
+        table.add_row(
+            row["name"], escape(row["says"]), f"{row['parameters']:,}", f"{row['flops_per_sample']:,}"
+        )
     console.print(table)

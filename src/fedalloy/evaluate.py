@@ -18,7 +18,9 @@ MOST_LISTED = 1000  # beyond this many clients, accuracies per client are not li
 Metrics = dict[str, Any]
 
 
-def evaluate(server: Server, federation: Federation, engine: Engine, most_clients: int | None = None) -> Metrics:
+def evaluate(
+    server: Server, federation: Federation, engine: Engine, most_clients: int | None = None
+) -> Metrics:
     """All metrics of a round. A method without a global model has no `global_acc`: it is absent, not zero."""
     metrics: Metrics = {}
     scored: dict[int, tuple[Tensor, Tensor]] = {}
@@ -38,7 +40,9 @@ def _score(
     """Predictions and losses on the global test set, in its order."""
     chunks = range(math.ceil(len(federation.split.global_test) / CHUNK))
     items = {"weights": flat, "buffers": buffers}
-    replies = {r.client: r for r in engine.carry([Mail("score", server.round, chunk, items) for chunk in chunks])}
+    replies = {
+        r.client: r for r in engine.carry([Mail("score", server.round, chunk, items) for chunk in chunks])
+    }
     ordered = [replies[chunk].items for chunk in chunks]
     return torch.cat([i["predictions"] for i in ordered]), torch.cat([i["losses"] for i in ordered])
 
@@ -46,7 +50,10 @@ def _score(
 def _model_metrics(name: str, federation: Federation, predictions: Tensor, losses: Tensor) -> Metrics:
     y = federation.dataset.y[federation.split.global_test]
     right = predictions == y
-    metrics: Metrics = {f"{name}_acc": float(right.double().mean()), f"{name}_loss": _finite(losses.double().mean())}
+    metrics: Metrics = {
+        f"{name}_acc": float(right.double().mean()),
+        f"{name}_loss": _finite(losses.double().mean()),
+    }
     if name == "global":
         metrics["per_class"] = _shares(right, y, federation.dataset.classes)
         owner = federation.split.owner_of_test
@@ -77,7 +84,9 @@ def _personal_metrics(
         metrics["per_client"] = [accuracies.get(client) for client in range(federation.clients)]
     if all("global" in reply.items for reply in replies):
         tested = len(federation.split.global_test)
-        metrics["personal_on_global_acc"] = sum(int(r.items["global"]) for r in replies) / (tested * len(replies))
+        metrics["personal_on_global_acc"] = sum(int(r.items["global"]) for r in replies) / (
+            tested * len(replies)
+        )
     return metrics
 
 

@@ -13,6 +13,7 @@ from fedalloy import registry
 from fedalloy.alloy import CLAIMED_HOOKS, Alloy, Mechanism
 from fedalloy.client import ClientData, Info, Local, client_round
 from fedalloy.data import Prepare
+from fedalloy.expression import parse
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
 from fedalloy.nets.measure import samples
@@ -87,7 +88,7 @@ class Explanation:
 def explain(text: str, model: str, inputs: Inputs) -> Explanation:
     """Take a method apart."""
     method = registry.make(text)
-    name = registry.parse(text)[0].name if "+" not in text and ":" not in text else ""
+    name = parse(text)[0].name if "+" not in text and ":" not in text else ""
     return Explanation(method, registry.RECIPES.get(name), model, inputs)
 
 
@@ -147,7 +148,9 @@ def _wire(direction: str, specs: dict[str, Spec]) -> list[dict[str, Any]]:
 def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that server and client keep between rounds, seen in a rehearsal on two made-up samples."""
     inputs = site.inputs
-    stored = samples(inputs, 2) if inputs.kind != "image" else torch.zeros(2, *inputs.shape, dtype=torch.uint8)
+    stored = (
+        samples(inputs, 2) if inputs.kind != "image" else torch.zeros(2, *inputs.shape, dtype=torch.uint8)
+    )
     width = inputs.shape[0] if inputs.kind != "tokens" else 0
     prepare = Prepare(inputs.kind, (0.0,) * width, (1.0,) * width)
     y = torch.arange(2) % inputs.classes

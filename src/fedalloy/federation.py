@@ -17,7 +17,9 @@ class Federation:
     dataset: Dataset
     split: Split
     prepare: Prepare
-    origin: dict[str, object] = field(default_factory=dict)  # the arguments of `federate`, for the run's config
+    origin: dict[str, object] = field(
+        default_factory=dict
+    )  # the arguments of `federate`, for the run's config
 
     @property
     def clients(self) -> int:
@@ -62,7 +64,7 @@ def federate(
     dataset = data if isinstance(data, Dataset) else load(data, root)
     chosen = parse_skew(skew) if isinstance(skew, str) else skew
     split = partition(dataset, clients, chosen, seed, test_share)
-    origin = {
+    origin: dict[str, object] = {
         "data": dataset.name if isinstance(data, Dataset) else data,
         "data_root": str(root) if root is not None else None,
         "clients": clients,

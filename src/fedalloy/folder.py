@@ -39,7 +39,9 @@ class RunFolder:
     @classmethod
     def existing(cls, path: Path) -> "RunFolder":
         if not (path / "config.toml").is_file():
-            raise FedAlloyError(f"{path} is not a run folder (it has no config.toml); start one with 'fedalloy run'")
+            raise FedAlloyError(
+                f"{path} is not a run folder (it has no config.toml); start one with 'fedalloy run'"
+            )
         return cls(path)
 
     @property
@@ -54,7 +56,9 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise FedAlloyError(f"another process is writing {self.path}; wait for it or stop it") from None
+                raise FedAlloyError(
+                    f"another process is writing {self.path}; wait for it or stop it"
+                ) from None
             yield
 
     def history(self) -> list[dict[str, Any]]:
@@ -78,7 +82,9 @@ class RunFolder:
         state, facts = restore(file.read_bytes()) if file.exists() else ({}, {"round": 0})
         round = int(str(facts["round"]))
         lines = [line for line in self.history() if line["round"] <= round]
-        write_whole(self.path / "history.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        write_whole(
+            self.path / "history.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        )
         self.vault.rewind(round)
         return round, state
 

@@ -16,7 +16,14 @@ from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import Term, parse, split
 
 Family = Literal[
-    "floor", "classic", "representation", "calibration", "optimisation", "personal", "different models", "communication"
+    "floor",
+    "classic",
+    "representation",
+    "calibration",
+    "optimisation",
+    "personal",
+    "different models",
+    "communication",
 ]
 
 
@@ -113,7 +120,9 @@ def _imported(word: str) -> Alloy:
         raise FedAlloyError(f"cannot import method {word!r}: {error}") from None
     made = function(**term.parameters)
     if not isinstance(made, Alloy):
-        raise FedAlloyError(f"{word!r} returned {type(made).__name__}, not an alloy; build it with fedalloy.alloy(...)")
+        raise FedAlloyError(
+            f"{word!r} returned {type(made).__name__}, not an alloy; build it with fedalloy.alloy(...)"
+        )
     return Alloy(made.title, made.pieces, word)
 
 
@@ -125,8 +134,10 @@ def _validated(kind: type[Mechanism]) -> Callable[..., object]:
 def _call(what: str, function: Callable[..., object], allowed: Any, parameters: dict[str, Any]) -> object:
     for name in parameters:
         if name not in allowed:
-            raise unknown(f"parameter of {what}", name, allowed) if allowed else FedAlloyError(
-                f"{what} has no parameters, but {name!r} was given"
+            raise (
+                unknown(f"parameter of {what}", name, allowed)
+                if allowed
+                else FedAlloyError(f"{what} has no parameters, but {name!r} was given")
             )
     try:
         return function(**parameters)

@@ -1,6 +1,6 @@
 """The round loop: sample, send, carry, receive, evaluate, record, checkpoint.
 
-    sample ─► server.send ─► engine.carry ─► client_round ─► server.receive ─► evaluate ─► history ─► checkpoint
+sample ─► server.send ─► engine.carry ─► client_round ─► server.receive ─► evaluate ─► history ─► checkpoint
 """
 
 import shutil
@@ -63,7 +63,9 @@ class Result:
 class Setup:
     """A config made real: everything is checked here, before anything is written."""
 
-    def __init__(self, config: Config, federation: Federation | None = None, method: Alloy | None = None) -> None:
+    def __init__(
+        self, config: Config, federation: Federation | None = None, method: Alloy | None = None
+    ) -> None:
         self.config = config
         self.method = method or registry.make(config.method)
         self.federation = federation or federate(
@@ -87,7 +89,13 @@ class Setup:
     def workshop(self, folder: RunFolder) -> Workshop:
         config = self.config
         return Workshop(
-            self.method, self.sites, self.federation, config.local, folder.vault, config.seed, config.personal_on_global
+            self.method,
+            self.sites,
+            self.federation,
+            config.local,
+            folder.vault,
+            config.seed,
+            config.personal_on_global,
         )
 
     def engine(self, workshop: Workshop) -> Engine:
@@ -98,7 +106,12 @@ class Setup:
 
 
 def train(
-    federation: Federation, model: str = "mlp", method: str | Alloy = "fedavg", *, out: str | Path | None = None, **settings: Any
+    federation: Federation,
+    model: str = "mlp",
+    method: str | Alloy = "fedavg",
+    *,
+    out: str | Path | None = None,
+    **settings: Any,
 ) -> Result:
     """Train a federation: `train(fed, model="mlp", method="fedprox(mu=0.1)", rounds=20, lr=0.1)`.
 
@@ -155,7 +168,11 @@ def play(
                 history.append(record)
                 folder.record(record)
                 since_checkpoint.update(record["participants"])
-                if number % setup.config.checkpoint_every == 0 or number == setup.config.rounds or record.get("diverged"):
+                if (
+                    number % setup.config.checkpoint_every == 0
+                    or number == setup.config.rounds
+                    or record.get("diverged")
+                ):
                     folder.save(number, server.state())
                     folder.vault.trim(since_checkpoint, number)
                     since_checkpoint.clear()
@@ -207,7 +224,9 @@ def one_round(setup: Setup, server: Server, engine: Engine, number: int) -> Reco
     }
 
 
-def sample(federation: Federation, participation: float, seed: int, round: int, *, everyone: bool = False) -> list[int]:
+def sample(
+    federation: Federation, participation: float, seed: int, round: int, *, everyone: bool = False
+) -> list[int]:
     """max(int(C K), 1) clients, uniformly without replacement, of those that hold data."""
     eligible = federation.eligible
     if everyone:
@@ -224,13 +243,17 @@ def _diverged(server: Server, outcome: Outcome) -> bool:
             return True
         reasons = "; ".join(f"client {client}: {why}" for client, why in outcome.refused.items())
         raise FedAlloyError(f"round {server.round} brought no usable reply: {reasons}")
-    return server.weights is not None and not bool(torch.isfinite(server.weights).all())
+    return not bool(torch.isfinite(server.weights).all())
 
 
 def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Record]) -> Record:
     """The run in one object."""
     metric = "global_acc" if "global model" in setup.method.gives else "personal_local_acc"
-    values = [line["metrics"][metric] for line in history if line["metrics"] and line["metrics"].get(metric) is not None]
+    values = [
+        line["metrics"][metric]
+        for line in history
+        if line["metrics"] and line["metrics"].get(metric) is not None
+    ]
     train_seconds = sum(line["seconds"]["train"] for line in history)
     samples = sum(line["samples"] for line in history)
     blown = next((line["round"] for line in history if line.get("diverged")), None)

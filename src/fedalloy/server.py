@@ -32,9 +32,9 @@ class Server:
         self.local = local
         self.seed = seed
         self.round = 0
-        self.weights: Tensor | None = None  # the shared span, or None when nothing is shared
-        self.buffers: Tensor | None = None
-        self.previous: Tensor | None = None  # the shared weights that this round's clients started from
+        self.weights = torch.empty(0)  # the shared span; empty when nothing is shared
+        self.buffers = torch.empty(0)
+        self.previous = torch.empty(0)  # the shared weights that this round's clients started from
         self.participants: list[Reply] = []  # this round's usable replies, without their items
         self.boxes = {piece.label: Box() for piece in method}
         self.weighed = any(slot.reduce == "mean" for piece in method for slot in piece.up.values())
@@ -63,7 +63,9 @@ class Server:
         items: Items = {}
         for piece in self.method:
             sent = piece.send(self, self.box(piece), client)
-            assert sent.keys() == piece.down.keys(), f"{piece} declared {sorted(piece.down)} but sent {sorted(sent)}"
+            assert sent.keys() == piece.down.keys(), (
+                f"{piece} declared {sorted(piece.down)} but sent {sorted(sent)}"
+            )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
         return Mail(errand, self.round, client, items)
 
@@ -103,33 +105,32 @@ class Server:
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: whole flat weights and buffers."""
-        if self.weights is None or "global model" not in self.method.gives:
+        if "global model" not in self.method.gives:
             return {}
         models = {"global": self.weights}
         for piece in self.method.with_hook("shown"):
             models |= piece.shown(self, self.box(piece))
-        assert self.buffers is not None
         buffers = self.buffers if len(self.buffers) else self.site.initial_buffers
         return {name: (flat, buffers) for name, flat in models.items()}
 
     def state(self) -> Items:
         """Everything that must survive: a run resumed from it gives the same bits."""
-        items = {f"{label}.{name}": value for label, box in self.boxes.items() for name, value in box.keep.items()}
-        if self.weights is not None and self.buffers is not None:
-            items |= {"server.weights": self.weights, "server.buffers": self.buffers}
-        return items
+        items = {
+            f"{label}.{name}": value for label, box in self.boxes.items() for name, value in box.keep.items()
+        }
+        return items | {"server.weights": self.weights, "server.buffers": self.buffers}
 
     def resume(self, state: Items, round: int) -> None:
         """Take over what `state` returned after a round."""
         self.round = round
-        self.weights, self.buffers = state.get("server.weights"), state.get("server.buffers")
+        self.weights, self.buffers = state["server.weights"], state["server.buffers"]
         for label, box in self.boxes.items():
             prefix = label + "."
             box.keep = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
 
 
 def in_order(expected: Sequence[int], replies: Iterable[Reply]) -> Iterator[Reply]:
-    """Replies in ascending client id, each as soon as all before it are there: sums must not depend on who was first."""
+    """Replies in ascending client id, each as soon as all before it are there: sums are always taken in this order."""
     waiting: dict[int, Reply] = {}
     ahead = iter(expected)
     due = next(ahead, None)
@@ -145,10 +146,14 @@ class Fold:
     """Streams replies into one float64 accumulator per slot; never holds them."""
 
     def __init__(self, method: Alloy) -> None:
-        self._slots = [(f"{piece.label}.{name}", slot, piece) for piece in method for name, slot in piece.up.items()]
+        self._slots = [
+            (f"{piece.label}.{name}", slot, piece) for piece in method for name, slot in piece.up.items()
+        ]
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        self._all: dict[str, dict[int, Tensor]] = {key: {} for key, slot, _ in self._slots if slot.reduce == "all"}
+        self._all: dict[str, dict[int, Tensor]] = {
+            key: {} for key, slot, _ in self._slots if slot.reduce == "all"
+        }
 
     def add(self, reply: Reply, weight: float) -> None:
         for key, slot, piece in self._slots:
@@ -164,7 +169,10 @@ class Fold:
 
     def got(self, piece: Mechanism) -> Mapping[str, object]:
         """The folded value of each of a mechanism's slots."""
-        return {name: self._result(f"{piece.label}.{name}", slot.reduce, slot.dtype) for name, slot in piece.up.items()}
+        return {
+            name: self._result(f"{piece.label}.{name}", slot.reduce, slot.dtype)
+            for name, slot in piece.up.items()
+        }
 
     def _accumulate(self, key: str, value: Tensor, weight: Tensor) -> None:
         if key in self._sums:

@@ -1,4 +1,4 @@
-"""A site: the net of one architecture, cut to a method, built once in a process and lent to one client after another."""
+"""A site: the net of one architecture, cut to a method, built once and lent to one client after another."""
 
 import copy
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ OWN = ("own.weights", "own.buffers")
 
 @contextmanager
 def seeded(*counter: int | str) -> Iterator[None]:
-    """Torch's process-wide generator, seeded by a counter and given back as it was (initialisers and dropout use it)."""
+    """Torch's own generator, which initialisers and dropout use, seeded by a counter and given back as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(*counter))
         yield
@@ -36,7 +36,9 @@ class Site:
         self.seed = seed
         with seeded(seed, "init", model):
             self.net: Net = nets.build(model, inputs)
-        for piece in method.with_hook("build"):  # surgery draws from counters of its own: the body stays the same
+        for piece in method.with_hook(
+            "build"
+        ):  # surgery draws from counters of its own: the body stays the same
             with seeded(seed, "init", model, piece.label):
                 piece.build(self)
         self.weights = Weights(self.net)
@@ -66,7 +68,7 @@ class Site:
         """Install what `own` returned."""
         for name, vector, gaps in zip(OWN, (self.weights.flat, self.weights.buffers), self._own, strict=True):
             if gaps:
-                pieces = keep[name].split([gap.stop - gap.start for gap in gaps])
+                pieces = torch.split(keep[name], [gap.stop - gap.start for gap in gaps])
                 for gap, piece in zip(gaps, pieces, strict=True):
                     vector[gap] = piece
 
@@ -75,7 +77,9 @@ class Site:
 
     def _shared(self, kind: str) -> list[str]:
         sharers = [piece for piece in self.method if piece.shares is not None]
-        return [str(p.shares) for p in sharers if kind == "weights" or getattr(p, "buffers", "average") != "local"]
+        return [
+            str(p.shares) for p in sharers if kind == "weights" or getattr(p, "buffers", "average") != "local"
+        ]
 
     def frozen(self, flat: Tensor, buffers: Tensor) -> "Frozen":
         """A copy of the net with other weights, in eval mode and without gradient, until the round ends."""
@@ -113,7 +117,10 @@ class Site:
 def _gaps(layout: Layout, shared: list[str]) -> list[slice]:
     """What is left of a flat vector when the shared parts are taken out."""
     gaps, at = [], 0
-    for span in [*sorted((layout.span(part) for part in shared), key=lambda s: s.start), slice(layout.size, layout.size)]:
+    for span in [
+        *sorted((layout.span(part) for part in shared), key=lambda s: s.start),
+        slice(layout.size, layout.size),
+    ]:
         if span.start > at:
             gaps.append(slice(at, span.start))
         at = max(at, span.stop)
@@ -154,5 +161,6 @@ class Sites:
         if len(set(self.models)) > 1 and "one architecture" in self.method.gives:
             raise FedAlloyError(
                 f"{self.method.title} averages whole models, but this federation mixes "
-                f"{', '.join(dict.fromkeys(self.models))}; use one --model, or a method for different models such as 'local'"
+                f"{', '.join(dict.fromkeys(self.models))}; "
+                "use one --model, or a method for different models such as 'local'"
             )

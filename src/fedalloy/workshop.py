@@ -50,7 +50,9 @@ class Workshop:
         began = time.perf_counter()
         site, data = self.sites.of(mail.client), self.federation.client(mail.client)
         keep = self.vault.load(mail.client, before=mail.round + 1)
-        scores = client_model(self.method, site, data, self.federation.info, self.local, keep, mail, self.seed)
+        scores = client_model(
+            self.method, site, data, self.federation.info, self.local, keep, mail, self.seed
+        )
         right = scores(data.x_test).argmax(1) == data.y_test
         items = {
             "right": torch.bincount(data.y_test[right], minlength=data.classes),
@@ -72,7 +74,7 @@ class Workshop:
         index = self.federation.split.global_test[mail.client * CHUNK : (mail.client + 1) * CHUNK]
         predictions: list[Tensor] = []
         losses: list[Tensor] = []
-        for batch in index.split(EVAL_BATCH):
+        for batch in torch.split(index, EVAL_BATCH):
             x = self.federation.prepare(self.federation.dataset.x[batch], None)
             logits = site.net(x).logits
             predictions.append(logits.argmax(1))

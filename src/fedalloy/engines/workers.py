@@ -110,7 +110,12 @@ class Workers:
         self._workers.insert(place, self._hire())
 
     def _hand(self, worker: Worker, mail: Mail) -> None:
-        note = {"errand": mail.errand, "round": mail.round, "client": mail.client, "items": self._mail.put(mail.items)}
+        note = {
+            "errand": mail.errand,
+            "round": mail.round,
+            "client": mail.client,
+            "items": self._mail.put(mail.items),
+        }
         worker.mail, worker.deadline = mail, time.monotonic() + self._timeout
         try:
             worker.line.send_bytes(json.dumps(note).encode())
@@ -126,7 +131,8 @@ class Workers:
             late = min(busy.values(), key=lambda worker: worker.deadline)
             assert late.mail is not None
             raise FedAlloyError(
-                f"client {late.mail.client} did not answer within {self._timeout:g} s; raise --timeout if it needs longer"
+                f"client {late.mail.client} did not answer within {self._timeout:g} s; "
+                "raise --timeout if it needs longer"
             )
         return [busy[line] for line in ready if isinstance(line, Connection)]
 
@@ -148,7 +154,9 @@ def _raise(note: dict[str, Any]) -> NoReturn:
     raise RuntimeError(f"client {note['client']} failed in a worker process:\n{note['error']}")
 
 
-def _work(workshop: Workshop, line: Connection, others: list[Connection], mail: Arena, replies: Arena) -> None:
+def _work(
+    workshop: Workshop, line: Connection, others: list[Connection], mail: Arena, replies: Arena
+) -> None:
     """A worker's life: open mail until the line closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
     torch.set_num_threads(1)

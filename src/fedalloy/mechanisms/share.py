@@ -54,8 +54,6 @@ class Share(Mechanism):
         server.buffers = self._sent(site.initial_buffers[site.weights.buffer_span(self.part)])
 
     def send(self, server: Server, my: Box, client: int) -> Items:
-        assert server.weights is not None
-        assert server.buffers is not None
         return {"weights": server.weights, "buffers": server.buffers}
 
     def load(self, client: Client, my: Box) -> None:
@@ -74,9 +72,10 @@ class Share(Mechanism):
 
     def step(self, server: Server, average: Tensor, buffers: Tensor) -> None:
         """Move the shared weights towards (for server_lr 1: onto) an average."""
-        assert server.weights is not None
         server.previous = server.weights
-        server.weights = average if self.server_lr == 1 else torch.lerp(server.previous, average, self.server_lr)
+        server.weights = (
+            average if self.server_lr == 1 else torch.lerp(server.previous, average, self.server_lr)
+        )
         server.buffers = buffers
 
     def _sent(self, buffers: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class Dynamic(Mechanism):
         return g
 
     def finish(self, client: Client, my: Box) -> Items:
-        my.keep["g"] -= self._alpha(client) * (client.weights.flat - client.received)  # = grad L_k at a minimiser of R_k
+        my.keep["g"] -= self._alpha(client) * (
+            client.weights.flat - client.received
+        )  # = grad L_k at a minimiser of R_k
         return {}
 
     def open(self, server: Server, my: Box) -> None:
@@ -55,7 +57,9 @@ class Dynamic(Mechanism):
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         mean = my.keep["mean"] = server.weights
-        my.keep["h"] = my.keep["h"] - self.alpha * server.participation * (mean - server.previous)  # 1/m, all clients
+        my.keep["h"] = my.keep["h"] - self.alpha * server.participation * (
+            mean - server.previous
+        )  # 1/m, all clients
         server.weights = mean - my.keep["h"] / self.alpha
 
     def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
@@ -75,4 +79,6 @@ def feddyn(
     eval_model: Literal["mean", "server"] = "mean",
     size_scaled: bool = False,
 ) -> Alloy:
-    return alloy("FedDyn", Share(agg_weights="uniform"), Dynamic(alpha, max_grad_norm, eval_model, size_scaled))
+    return alloy(
+        "FedDyn", Share(agg_weights="uniform"), Dynamic(alpha, max_grad_norm, eval_model, size_scaled)
+    )

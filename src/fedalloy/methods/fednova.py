@@ -59,7 +59,9 @@ class Normalised(Share):
         return {
             "update": moved / a if a else moved,
             "buffers": self._sent(client.weights.buffers),
-            "tau": torch.tensor(float(client.steps) if prox and prox.mu else a),  # the authors' tau_eff with a prox term
+            "tau": torch.tensor(
+                float(client.steps) if prox and prox.mu else a
+            ),  # the authors' tau_eff with a prox term
         }
 
     def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:

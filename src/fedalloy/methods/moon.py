@@ -29,7 +29,9 @@ class Projector(Mechanism):
 
     def build(self, site: Site) -> None:
         features = site.net.width
-        site.net.neck = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.width))
+        site.net.neck = nn.Sequential(
+            nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.width)
+        )
         site.net.head = nn.Linear(self.width, site.inputs.classes)
 
 
@@ -56,10 +58,10 @@ class Contrast(Mechanism):
         return self.mu * contrast(step.out.embedding, references, self.temperature)
 
     def finish(self, client: Client, my: Box) -> Items:
-        for i in reversed(range(self.buffer_size)):  # first in, first out: prev0 is the newest
-            newer = (my.keep.get(f"prev{i - 1}"), my.keep.get(f"stats{i - 1}")) if i else _now(client)
-            if newer[0] is not None and newer[1] is not None:
-                my.keep[f"prev{i}"], my.keep[f"stats{i}"] = newer
+        for i in reversed(range(1, self.buffer_size)):  # first in, first out: prev0 is the newest
+            if f"prev{i - 1}" in my.keep:
+                my.keep[f"prev{i}"], my.keep[f"stats{i}"] = my.keep[f"prev{i - 1}"], my.keep[f"stats{i - 1}"]
+        my.keep["prev0"], my.keep["stats0"] = client.weights.flat.clone(), client.weights.buffers.clone()
         return {}
 
 
@@ -67,10 +69,6 @@ def contrast(z: Tensor, references: list[Tensor], temperature: float) -> Tensor:
     """The model-contrastive loss: the first reference attracts, the others repel."""
     similarity = torch.stack([F.cosine_similarity(z, r, dim=1) for r in references], dim=1)
     return F.cross_entropy(similarity / temperature, torch.zeros(len(z), dtype=torch.long))
-
-
-def _now(client: Client) -> tuple[Tensor, Tensor]:
-    return client.weights.flat.clone(), client.weights.buffers.clone()
 
 
 @recipe("MOON", family="representation", paper="Li, He, Song, CVPR 2021")

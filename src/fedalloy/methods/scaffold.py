@@ -68,7 +68,8 @@ class Control(Mechanism):
         g = oracle(step)
         if my.memo["sum"] is not None:
             my.memo["sum"] += g + _decay(step.client) * step.weights
-        return g + my.memo["correction"]
+        corrected: Tensor = g + my.memo["correction"]
+        return corrected
 
     def finish(self, client: Client, my: Box) -> Items:
         dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
@@ -79,7 +80,9 @@ class Control(Mechanism):
         if self.lean_upload and reply.steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
             moved = reply.items["share.weights"] - server.weights
             dc = -my.keep["c"] - moved / (reply.items["control.steps"] * server.local.rate(server.round))
-            share = reply.samples / server.info.samples if self.agg_weights == "size" else 1 / server.info.clients
+            share = (
+                reply.samples / server.info.samples if self.agg_weights == "size" else 1 / server.info.clients
+            )
             my.memo["change"] = my.memo.get("change", 0) + share * dc
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:

@@ -56,7 +56,8 @@ def accuracy_by_bytes(groups: Groups, measure: str) -> go.Figure | None:
     figure = go.Figure()
     for position, (label, runs) in enumerate(groups.items()):
         rounds, values = _aligned(runs, measure)
-        sent = [fmean(run.bytes_sent[number] for run in runs if run.curve(measure)) for number in rounds]
+        traffic = [run.bytes_sent for run in runs if run.curve(measure)]
+        sent = [fmean(totals[number] for totals in traffic) for number in rounds]
         _add_line(figure, position, label, [count / unit for count in sent], values)
     figure.update_xaxes(title=f"sent up and down ({name})", hoverformat=".2f")
     return _finished(figure, measure)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedalloy.errors import FedAlloyError
 
@@ -81,7 +81,7 @@ class Partition(Record):
 class CompareFile(Record):
     """compare.json as it stands on disk."""
 
-    methods: tuple[str, ...]
+    methods: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[int, ...]
     runs: dict[str, dict[int, str]]
     target: float | None = None
