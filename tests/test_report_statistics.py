@@ -95,16 +95,16 @@ def test_a_measure_nobody_recorded(tmp_path: Path) -> None:
     assert (result.final, result.best, result.last, result.rounds_to_target) == (None,) * 4
 
 
-def test_a_diverged_seed_is_named_and_its_last_finite_value_counts(tmp_path: Path) -> None:
+def test_a_diverged_seed_is_named_and_has_no_final_value(tmp_path: Path) -> None:
     def make(place: Path, method: str, seed: int) -> Path:
         return fake_run(place, rounds=5, seed=seed, status="diverged" if seed == 1 else "finished")
 
     comparison = read_comparison(fake_comparison(tmp_path, ["fedavg"], [0, 1], make))
     (result,) = results(comparison, "global_acc")
-    runs = comparison.runs["fedavg"]
+    curves = [run.curve("global_acc") for run in comparison.runs["fedavg"].values()]
     assert result.diverged == (1,)
-    finals = [runs[0].curve("global_acc")[5], runs[1].curve("global_acc")[4]]
-    assert result.final == estimate(finals)
+    assert result.final == Estimate(curves[0][5], None)
+    assert result.best == estimate(max(curve.values()) for curve in curves)
 
 
 def test_costs_and_spread(tmp_path: Path) -> None:

@@ -127,6 +127,11 @@ def test_a_comparison_with_nothing_to_show_yet(tmp_path: Path) -> None:
     assert row(table, "a") == {"Method": Cell("a"), "Seeds": Cell("0 of 1")}
 
 
+def test_a_diverged_run_has_a_best_value_but_no_final_one(tmp_path: Path) -> None:
+    accuracy, _ = run_tables(read_run(curve_run(tmp_path / "run", {1: 0.5, 2: 0.8}, status="diverged")))
+    assert [cell.text for cell in accuracy.rows[0]] == ["Global model", "—", "80.00", "—", "2"]
+
+
 def test_tables_of_one_run(tmp_path: Path) -> None:
     accuracy, cost = run_tables(read_run(curve_run(tmp_path / "run", {1: 0.5, 2: 0.8, 3: 0.6})))
     assert [cell.text for cell in accuracy.rows[0]] == ["Global model", "60.00", "80.00", "63.33", "2"]

@@ -1,19 +1,15 @@
-"""Files that are either whole or not there."""
+"""What the report writes."""
 
-import os
 from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
+from fedalloy.storage import write_whole
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write beside the target, then put it in place in one step: no reader sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a whole file or none, and say where."""
+    write_whole(path, text.encode())
     return path
 
 
@@ -22,4 +18,4 @@ def write_plotlyjs(folder: Path) -> Path:
     path, script = folder / "plotly.min.js", get_plotlyjs()
     if path.is_file() and path.read_text(encoding="utf-8") == script:
         return path
-    return write_whole(path, script)
+    return write_text(path, script)

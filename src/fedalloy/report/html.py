@@ -11,7 +11,7 @@ from urllib.parse import quote
 import tomli_w
 
 from fedalloy.report import figures
-from fedalloy.report.files import write_whole
+from fedalloy.report.files import write_text
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables, warnings
 from fedalloy.report.results import comparison_tables, run_tables
 from fedalloy.report.runs import MEASURES, Comparison, Run, read_comparison, read_run
@@ -51,7 +51,7 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
         section("Reproduce", [card(code("fedalloy run --config config.toml"))]),
         section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
     ]
-    return write_whole(folder / "report.html", page(title, sections, plotlyjs))
+    return write_text(folder / "report.html", page(title, sections, plotlyjs))
 
 
 def write_comparison_report(folder: Path, plotlyjs: str = "inline") -> Path:
@@ -74,15 +74,15 @@ def write_comparison_report(folder: Path, plotlyjs: str = "inline") -> Path:
         section("Runs", [card(_links(comparison))]),
         section("Configuration shared by all runs", [card(code(tomli_w.dumps(shared)))]),
     ]
-    return write_whole(folder / "report.html", page(title, sections, plotlyjs))
+    return write_text(folder / "report.html", page(title, sections, plotlyjs))
 
 
 def write_tables(folder: Path) -> tuple[Path, Path]:
     """Write table.md and table.tex into a comparison folder."""
     drawn = comparison_tables(read_comparison(folder))
     return (
-        write_whole(folder / "table.md", "\n".join(map(to_markdown, drawn))),
-        write_whole(folder / "table.tex", "\n".join(map(to_latex, drawn))),
+        write_text(folder / "table.md", "\n".join(map(to_markdown, drawn))),
+        write_text(folder / "table.tex", "\n".join(map(to_latex, drawn))),
     )
 
 

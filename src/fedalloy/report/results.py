@@ -38,8 +38,10 @@ def run_tables(run: Run) -> list[Table]:
         if curve := run.curve(measure):
             values = list(curve.values())
             best = max(curve, key=lambda number: curve[number])
-            shown = (values[-1], curve[best], fmean(values[-LAST:]))
-            rows.append((name, *(f"{100 * value:.2f}" for value in shown), str(best)))
+            shown = [f"{100 * value:.2f}" for value in (values[-1], curve[best], fmean(values[-LAST:]))]
+            if run.status == "diverged":
+                shown[0] = shown[2] = ABSENT
+            rows.append((name, *shown, str(best)))
     columns = ("Accuracy (%)", "Final", "Best", f"Mean of last {LAST}", "Best in round")
     accuracy = Table("Accuracy", columns, _plain(rows))
     return [accuracy, Table("Cost and fairness", ("Quantity", "Value"), _plain(_run_costs(run)))]
@@ -118,9 +120,7 @@ def _notes(comparison: Comparison, found: Sequence[Result]) -> tuple[str, ...]:
             f"p: two-sided t-test of the final values, paired by seed ({SEEDS_FOR_A_TEST} seeds or more)."
         )
     if any(result.diverged for result in found):
-        notes.append(
-            "† some seed diverged: its last finite evaluation counts; the method is not ranked in any table."
-        )
+        notes.append("† some seed diverged and has no final value; the method is not ranked.")
     return tuple(notes)
 
 
@@ -151,7 +151,7 @@ def _ranked(
 def _rounds(result: Result) -> str:
     if result.rounds_to_target is not None:
         return in_rounds(result.rounds_to_target)
-    return ABSENT if result.final is None else f"> {result.horizon}"
+    return ABSENT if result.best is None else f"> {result.horizon}"
 
 
 def _table(title: str, columns: dict[str, list[Cell]], notes: tuple[str, ...]) -> Table:

@@ -120,15 +120,16 @@ def _result(
     label: str, runs: Mapping[int, Run], first: Mapping[int, Run], measure: str, target: float | None
 ) -> Result:
     curves = {seed: list(curve.values()) for seed, run in runs.items() if (curve := run.curve(measure))}
+    settled = _settled(runs, measure)
     rounds, sent = _to_target(runs, measure, target)
     reference, _ = _to_target(first, measure, target)
     return Result(
         label=label,
         seeds=len(runs),
         diverged=_diverged(runs),
-        final=estimate(values[-1] for values in curves.values()),
+        final=estimate(values[-1] for values in settled.values()),
         best=estimate(max(values) for values in curves.values()),
-        last=estimate(fmean(values[-LAST:]) for values in curves.values()),
+        last=estimate(fmean(values[-LAST:]) for values in settled.values()),
         rounds_to_target=rounds,
         bytes_to_target=sent,
         horizon=max((run.history[-1].round for run in runs.values() if run.history), default=0),
@@ -170,8 +171,17 @@ def _diverged(runs: Mapping[int, Run]) -> tuple[int, ...]:
     return tuple(seed for seed, run in runs.items() if run.status == "diverged")
 
 
+def _settled(runs: Mapping[int, Run], measure: str) -> dict[int, list[float]]:
+    """The evaluations of the seeds that came to a final value: a diverged run has none."""
+    return {
+        seed: list(curve.values())
+        for seed, run in runs.items()
+        if run.status != "diverged" and (curve := run.curve(measure))
+    }
+
+
 def _finals(runs: Mapping[int, Run], measure: str) -> dict[int, float]:
-    return {seed: list(curve.values())[-1] for seed, run in runs.items() if (curve := run.curve(measure))}
+    return {seed: values[-1] for seed, values in _settled(runs, measure).items()}
 
 
 def _mean(values: Iterable[float]) -> float | None:
