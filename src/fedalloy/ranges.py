@@ -1,12 +1,88 @@
-"""Ranges of hyper-parameters, as annotations: they are checked when a user types a value, and shown by `explain`."""
+"""Parameters of methods and models: their ranges as annotations, checked when typed, spelt out for people."""
 
-from typing import Annotated
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
+import pydantic
 from annotated_types import Ge, Gt, Interval
+
+from fedalloy.errors import FedAlloyError, unknown
 
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0, lt=1)]
-Count = Annotated[int, Ge(0)]
 AtLeastOne = Annotated[int, Ge(1)]
+
+Width = Annotated[int, Interval(ge=1, le=16384)]
+Depth = Annotated[int, Interval(ge=0, le=64)]
+Scale = Annotated[float, Interval(ge=0.1, le=8)]
+Dropout = Annotated[float, Interval(ge=0, le=0.9)]
+
+
+def hints(function: Callable[..., object]) -> dict[str, Any]:
+    """The annotated keyword parameters of a function or dataclass, in order."""
+    source = inspect.unwrap(function)
+    found = typing.get_type_hints(source, include_extras=True)
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    listed = [p for p in inspect.signature(source).parameters.values() if p.kind in kinds]
+    return {p.name: found[p.name] for p in listed if p.default is not inspect.Parameter.empty}
+
+
+def checked(what: str, function: Callable[..., object], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given parameters, or an error that says which ones there are and what they accept.
+
+    >>> def fedprox(mu: NonNegative = 0.01) -> None: ...
+    >>> checked("fedprox", fedprox, {"mu": -1})
+    Traceback (most recent call last):
+    fedalloy.errors.FedAlloyError: fedprox: mu must be a number of at least 0, not -1
+    """
+    known = hints(function)
+    taken = {}
+    for name, value in given.items():
+        if not known:
+            raise FedAlloyError(f"{what} takes no parameters; write {what!r} without {name!r}")
+        if name not in known:
+            raise unknown(f"parameter of {what}", name, known)
+        try:
+            taken[name] = _fitted(known[name], value)
+        except pydantic.ValidationError:
+            raise FedAlloyError(f"{what}: {name} must be {expected(known[name])}, not {value!r}") from None
+    return taken
+
+
+def _fitted(hint: Any, value: Any) -> Any:
+    if value is None and typing.get_origin(hint) is Literal:
+        value = "none"  # norm=none, without quotes, is read as None
+    return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True)).validate_python(value)
+
+
+def expected(hint: Any) -> str:
+    """What a parameter accepts, in words.
+
+    >>> expected(Momentum | None)
+    'a number of at least 0 and below 1, or none'
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin is tuple:
+        some = "values" if inner[-1] is Ellipsis else f"{len(inner)} values"
+        return f"{some}, each {expected(inner[0])}"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(expected(one) for one in inner)
+    if origin is Annotated:
+        return f"{expected(inner[0])} {_bounds(inner[1])}"
+    return {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}.get(hint, "none")
+
+
+def _bounds(limit: Any) -> str:
+    low, high = getattr(limit, "ge", None), getattr(limit, "le", None)
+    if low is not None and high is not None:
+        return f"from {low:g} to {high:g}"
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+    known = {word: getattr(limit, field, None) for field, word in words.items()}
+    return " and ".join(f"{word} {value:g}" for word, value in known.items() if value is not None)

@@ -5,15 +5,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
-
-import pydantic
 
 from fedalloy.alloy import Alloy, Mechanism, alloy
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import Term, parse, split
+from fedalloy.ranges import checked
 
 Family = Literal[
     "floor",
@@ -50,12 +49,10 @@ def recipe(title: str, family: Family, paper: str) -> Callable[[Callable[..., Al
 
     def register(make: Callable[..., Alloy]) -> Callable[..., Alloy]:
         name = make.__name__.replace("_", "")
-        checked = pydantic.validate_call(make)
 
         @wraps(make)
         def build(**parameters: Any) -> Alloy:
-            made = _call(f"method {name}", checked, inspect.signature(make).parameters, parameters)
-            assert isinstance(made, Alloy)
+            made = make(**checked(name, make, parameters))
             return Alloy(title, made.pieces, str(Term(name, parameters)))
 
         RECIPES[name] = Recipe(name, title, family, paper, build)
@@ -100,10 +97,7 @@ def _piece(word: str) -> Alloy | Mechanism:
         return RECIPES[term.name].make(**term.parameters)
     if term.name in parts():
         kind = parts()[term.name]
-        allowed = {f.name: None for f in fields(kind)}
-        made = _call(f"part {term.name}", _validated(kind), allowed, term.parameters)
-        assert isinstance(made, Mechanism)
-        return made
+        return kind(**checked(term.name, kind, term.parameters))
     raise unknown("method", term.name, [*RECIPES, *parts()])
 
 
@@ -124,24 +118,3 @@ def _imported(word: str) -> Alloy:
             f"{word!r} returned {type(made).__name__}, not an alloy; build it with fedalloy.alloy(...)"
         )
     return Alloy(made.title, made.pieces, word)
-
-
-def _validated(kind: type[Mechanism]) -> Callable[..., object]:
-    adapter = pydantic.TypeAdapter(kind)
-    return lambda **parameters: adapter.validate_python(parameters)
-
-
-def _call(what: str, function: Callable[..., object], allowed: Any, parameters: dict[str, Any]) -> object:
-    for name in parameters:
-        if name not in allowed:
-            raise (
-                unknown(f"parameter of {what}", name, allowed)
-                if allowed
-                else FedAlloyError(f"{what} has no parameters, but {name!r} was given")
-            )
-    try:
-        return function(**parameters)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise FedAlloyError(f"{what}: {name}={first['input']!r}: {first['msg'].lower()}") from None

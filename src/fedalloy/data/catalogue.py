@@ -26,16 +26,16 @@ READERS: dict[str, Callable[[Path], Raw]] = {
 
 
 @dataclass(frozen=True)
-class Federation:
+class Domains:
     """Sets that belong together as domains (alternatives by `|`), as colour squares of this side."""
 
     members: tuple[str, ...]
     side: int
 
 
-FEDERATIONS = {
-    "digit5": Federation(("mnist", "usps", "svhn", "mnistm", "syn|synthdigits_recreated"), 32),
-    "office10": Federation(("office_amazon", "office_caltech", "office_dslr", "office_webcam"), 64),
+JOINED = {
+    "digit5": Domains(("mnist", "usps", "svhn", "mnistm", "syn|synthdigits_recreated"), 32),
+    "office10": Domains(("office_amazon", "office_caltech", "office_dslr", "office_webcam"), 64),
 }
 
 
@@ -48,10 +48,10 @@ def load(name: str, root: Path | None = None) -> Dataset:
     """
     if name == "digits":
         return assemble(name, _digits())
-    if name in FEDERATIONS and not (root and _path(name, root)):
-        federation = FEDERATIONS[name]
-        members = _present(name, federation.members, _checked(name, root))
-        return join(name, [load(member, root) for member in members], federation.side)
+    if name in JOINED and not (root and _path(name, root)):
+        domains = JOINED[name]
+        members = _present(name, domains.members, _checked(name, root))
+        return join(name, [load(member, root) for member in members], domains.side)
     if "+" in name:
         return join(name, [load(member.strip(), root) for member in name.split("+")])
     if name.startswith("hf:"):
@@ -105,7 +105,7 @@ def _missing(name: str, wanted: list[str], root: Path) -> FedAlloyError:
         for entry in root.iterdir()
         if not entry.name.startswith(".") and (entry.is_dir() or (entry.suffix and entry.suffix in READERS))
     )
-    near = get_close_matches(name, [*there, *FEDERATIONS, "digits"], n=1, cutoff=0.55)
+    near = get_close_matches(name, [*there, *JOINED, "digits"], n=1, cutoff=0.55)
     hint = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
     return FedAlloyError(
         f"no data set {name!r}: looked for {looked} in {root}; {hint}there are: digits"

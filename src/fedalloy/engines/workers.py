@@ -50,6 +50,9 @@ class Workers:
         self._timeout = timeout
         self._mail = Arena()
         self._workers: list[Worker] = []
+        workshop.local.optimiser(
+            torch.empty(0), lr=1.0
+        )  # loads torch's optimiser machinery once, not in every worker
         for _ in range(count):
             self._workers.append(self._hire())
 

@@ -18,11 +18,11 @@ from fedalloy.nets.lenet import lenet
 from fedalloy.nets.measure import Size, measure
 from fedalloy.nets.mlp import mlp
 from fedalloy.nets.mobilenet import mobilenetv2
-from fedalloy.nets.parameters import checked
 from fedalloy.nets.resnet import resnet18, resnet34, resnet50, resnet110
 from fedalloy.nets.shufflenet import shufflenet
 from fedalloy.nets.vgg import vgg11
 from fedalloy.nets.vit import vit_b16, vit_b32, vit_tiny
+from fedalloy.ranges import checked
 
 __all__ = ["Inputs", "Kind", "Model", "Net", "Outputs", "Size", "adopt", "build", "names", "size_of"]
 

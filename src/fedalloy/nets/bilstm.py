@@ -7,10 +7,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import relu
-from fedalloy.nets.parameters import Count
+from fedalloy.ranges import Width
 
 
-def bilstm(inputs: Inputs, *, embed: Count = 100, hidden: Count = 128) -> Net:
+def bilstm(inputs: Inputs, *, embed: Width = 100, hidden: Width = 128) -> Net:
     """Bidirectional LSTM, then 256 and 128 units, as in FedDW's model for IMDB."""
     if inputs.vocab < 2:
         raise FedAlloyError(

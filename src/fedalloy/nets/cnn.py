@@ -6,7 +6,7 @@ from torch import nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import conv_norm, global_pool, he_init, relu
-from fedalloy.nets.parameters import Count
+from fedalloy.ranges import Width
 
 
 def cnn(inputs: Inputs) -> Net:
@@ -14,7 +14,7 @@ def cnn(inputs: Inputs) -> Net:
     return _two_convolutions(inputs, maps=(32, 64), units=(512,))
 
 
-def cnn_feddw(inputs: Inputs, *, widths: tuple[Count, Count] = (16, 32)) -> Net:
+def cnn_feddw(inputs: Inputs, *, widths: tuple[Width, Width] = (16, 32)) -> Net:
     """Two 5x5 convolutions, then 256 and 128 units, as in FedDW; the number of maps is ours."""
     return _two_convolutions(inputs, maps=widths, units=(256, 128))
 

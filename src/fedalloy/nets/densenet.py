@@ -4,12 +4,12 @@ from torch import nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import Concat, conv_norm, global_pool, he_init, is_small, relu
-from fedalloy.nets.parameters import Count
+from fedalloy.ranges import Width
 
 DEPTHS = (6, 12, 24, 16)
 
 
-def densenet(inputs: Inputs, *, growth: Count = 32) -> Net:
+def densenet(inputs: Inputs, *, growth: Width = 32) -> Net:
     """DenseNet-121 (Huang et al., CVPR 2017), without the ImageNet stem for sides up to 64."""
     channels, side = inputs.shape[0], min(inputs.shape[1:])
     inside = 2 * growth

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import Skip, conv_norm, global_pool, he_init, is_small
-from fedalloy.nets.parameters import Rate
+from fedalloy.ranges import Dropout
 
 # the paper's table 1: expansion, kernel, maps, repeats, stride
 STAGES = (
@@ -19,7 +19,7 @@ STAGES = (
 )
 
 
-def efficientnet_b0(inputs: Inputs, *, dropout: Rate = 0.0) -> Net:
+def efficientnet_b0(inputs: Inputs, *, dropout: Dropout = 0.0) -> Net:
     """EfficientNet-B0 (Tan and Le, ICML 2019) without stochastic depth; stride 1 first for sides up to 64."""
     inside = 32
     first = 1 if is_small(inputs) else 2

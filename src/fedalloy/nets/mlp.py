@@ -7,11 +7,11 @@ from torch import nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import relu
-from fedalloy.nets.parameters import Count, Depth
+from fedalloy.ranges import Depth, Width
 
 
 def mlp(
-    inputs: Inputs, *, hidden: Count = 64, depth: Depth = 1, norm: Literal["none", "batch"] = "none"
+    inputs: Inputs, *, hidden: Width = 64, depth: Depth = 1, norm: Literal["none", "batch"] = "none"
 ) -> Net:
     """Multilayer perceptron; depth=0 is multinomial logistic regression."""
     width = prod(inputs.shape)

@@ -4,7 +4,7 @@ from torch import nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import Skip, conv_norm, global_pool, he_init, is_small, round_to
-from fedalloy.nets.parameters import Scale
+from fedalloy.ranges import Scale
 
 # the paper's table 2: expansion t, maps c, repeats n, stride s
 STAGES = (

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import Norm, conv_norm, global_pool, he_init, is_small, relu, round_to
-from fedalloy.nets.parameters import Scale
+from fedalloy.ranges import Scale
 
 
 def resnet18(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:

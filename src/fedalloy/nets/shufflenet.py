@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import conv_norm, global_pool, he_init, is_small, relu
-from fedalloy.nets.parameters import Scale
+from fedalloy.ranges import Scale
 
 # the paper's table 5: maps of the three stages and of the last convolution
 MAPS = {

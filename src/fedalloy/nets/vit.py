@@ -5,20 +5,20 @@ from torch import Tensor, nn
 
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.blocks import Skip, is_small
-from fedalloy.nets.parameters import Rate
+from fedalloy.ranges import Dropout
 
 
-def vit_tiny(inputs: Inputs, *, dropout: Rate = 0.0) -> Net:
+def vit_tiny(inputs: Inputs, *, dropout: Dropout = 0.0) -> Net:
     """ViT-Ti (Touvron et al., ICML 2021): width 192, 12 layers, 3 heads; 4x4 patches for sides up to 64."""
     return _vit(inputs, patch=4 if is_small(inputs) else 16, width=192, heads=3, dropout=dropout)
 
 
-def vit_b16(inputs: Inputs, *, dropout: Rate = 0.0) -> Net:
+def vit_b16(inputs: Inputs, *, dropout: Dropout = 0.0) -> Net:
     """ViT-B/16 (Dosovitskiy et al., ICLR 2021); at least two patches a side."""
     return _vit(inputs, patch=16, width=768, heads=12, dropout=dropout)
 
 
-def vit_b32(inputs: Inputs, *, dropout: Rate = 0.0) -> Net:
+def vit_b32(inputs: Inputs, *, dropout: Dropout = 0.0) -> Net:
     """ViT-B/32 (Dosovitskiy et al., ICLR 2021); at least two patches a side."""
     return _vit(inputs, patch=32, width=768, heads=12, dropout=dropout)
 
