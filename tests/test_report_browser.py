@@ -20,7 +20,12 @@ COMPARISON = (
     "sent-global_acc",
     "accuracy-personal_local_acc",
     "sent-personal_local_acc",
-    *RUN[3:],
+    "partition",
+    "clients",
+    "classes-global_acc",
+    "classes-personal_local_acc",
+    "time",
+    "slots",
 )
 TRACES = ".scatterlayer .trace, .barlayer .trace, .boxlayer .trace, .heatmaplayer .hm"
 

@@ -12,7 +12,14 @@ from fedalloy.report import (
     write_run_report,
     write_tables,
 )
-from fedalloy.report.figures import MOST_BARS, client_spread, curves, partition_picture
+from fedalloy.report.figures import (
+    MOST_BARS,
+    accuracy_by_bytes,
+    class_accuracy,
+    client_spread,
+    curves,
+    partition_picture,
+)
 from fedalloy.report.runs import Partition
 from test_report_runs import fake_comparison, fake_run, write_history
 
@@ -45,7 +52,7 @@ def test_figures_without_data_are_named(tmp_path: Path) -> None:
     (folder / "partition.json").unlink()
     write_history(folder, [{"round": 1, "train_loss": 1.0}])
     text = page_of(folder)
-    assert "Left out, since nothing was recorded: Accuracy, Accuracy against bytes, Who holds what," in text
+    assert "Left out, for want of data: Accuracy, Accuracy against bytes, Who holds what," in text
     assert '<div id="loss"' in text
     assert '<div id="accuracy"' not in text
 
@@ -77,7 +84,7 @@ def test_a_comparison_report_holds_everything(tmp_path: Path) -> None:
     write_run_report(folder / "fedper/seed1", plotlyjs="../../plotly.min.js")
     (folder / "fedavg/seed2/summary.json").unlink()
     text = write_comparison_report(folder).read_text()
-    for slug in ("accuracy-global_acc", "sent-personal_local_acc", "clients", "classes", "time", "slots"):
+    for slug in ("accuracy-global_acc", "sent-personal_local_acc", "clients", "classes-global_acc", "time"):
         assert f'<div id="{slug}"' in text
     assert "<h1>FedAvg, FedProx and FedPer on digits</h1>" in text
     assert "fedalloy compare fedavg fedper --target 0.6" in text
@@ -140,3 +147,19 @@ def test_a_line_ends_where_a_seed_ends(tmp_path: Path) -> None:
     assert list(band.x) == [1, 2, 3, 3, 2, 1]
     assert curves({"FedAvg": runs}, "personal_local_acc") is None
     assert client_spread({}) is None
+
+
+def test_a_method_that_sends_nothing_has_no_line_against_bytes(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run")
+    write_history(folder, [{"round": 1, "metrics": {"global_acc": 0.5}}])
+    run = read_run(folder)
+    assert accuracy_by_bytes({"Local": [run]}, "global_acc") is None
+    assert curves({"Local": [run]}, "global_acc") is not None
+
+
+def test_classes_are_compared_between_models_of_one_kind(tmp_path: Path) -> None:
+    shared = read_run(fake_run(tmp_path / "shared"))
+    own = read_run(fake_run(tmp_path / "own", measures=["personal_local_acc"]))
+    figure = class_accuracy({"FedAvg": [shared], "Local": [own]}, "personal_local_acc")
+    assert figure is not None
+    assert [trace.name for trace in figure.data] == ["Local"]

@@ -51,14 +51,15 @@ def accuracies(run: Run) -> go.Figure | None:
 
 
 def accuracy_by_bytes(groups: Groups, measure: str) -> go.Figure | None:
-    """The same against everything sent so far, up and down."""
+    """The same against everything sent so far, up and down; a method that sends nothing has no line."""
     unit, name = byte_unit(max((max(r.bytes_sent.values(), default=0) for r in _all(groups)), default=0))
     figure = go.Figure()
     for position, (label, runs) in enumerate(groups.items()):
         rounds, values = _aligned(runs, measure)
         traffic = [run.bytes_sent for run in runs if run.curve(measure)]
         sent = [fmean(totals[number] for totals in traffic) for number in rounds]
-        _add_line(figure, position, label, [count / unit for count in sent], values)
+        if any(sent):
+            _add_line(figure, position, label, [count / unit for count in sent], values)
     figure.update_xaxes(title=f"sent up and down ({name})", hoverformat=".2f")
     return _finished(figure, measure)
 
@@ -83,11 +84,12 @@ def client_spread(groups: Groups) -> go.Figure | None:
     return _finished(figure)
 
 
-def class_accuracy(groups: Groups) -> go.Figure | None:
-    """Accuracy on each class in the last evaluation, mean over seeds."""
+def class_accuracy(groups: Groups, measure: str) -> go.Figure | None:
+    """Accuracy on each class in the last evaluation, mean over seeds, of the methods this measure heads."""
     figure = go.Figure()
     for position, (label, runs) in enumerate(groups.items()):
-        rows = [run.last_metrics.per_class for run in runs if run.last_metrics and run.last_metrics.per_class]
+        last = [run.last_metrics for run in runs if run.metric == measure]
+        rows = [metrics.per_class for metrics in last if metrics and metrics.per_class]
         if rows:
             means = [_mean_known(column) for column in zip(*rows, strict=True)]
             names = next((run.class_names for run in runs if run.class_names), ())
@@ -96,7 +98,7 @@ def class_accuracy(groups: Groups) -> go.Figure | None:
             )
     figure.update_xaxes(title="class", type="category")
     figure.update_yaxes(title="accuracy", tickformat=".0%", hoverformat=PERCENT)
-    figure.update_layout(showlegend=len(groups) > 1)
+    figure.update_layout(showlegend=len(figure.data) > 1)
     return _finished(figure)
 
 

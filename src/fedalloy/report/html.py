@@ -88,15 +88,14 @@ def write_tables(folder: Path) -> tuple[Path, Path]:
 
 def _run_pictures(run: Run) -> list[Picture]:
     alone = {run.title: [run]}
-    headline = run.summary.metric if run.summary else "global_acc"
     return [
         Picture("accuracy", "Accuracy", "Every accuracy the run recorded.", figures.accuracies(run)),
         Picture("loss", "Training loss", "Mean over a round.", figures.curves(alone, "train_loss")),
         Picture(
             "sent",
             "Accuracy against bytes",
-            f"{MEASURES.get(headline, headline)}; bytes sent up and down so far.",
-            figures.accuracy_by_bytes(alone, headline),
+            f"{MEASURES.get(run.metric, run.metric)}; bytes sent up and down so far.",
+            figures.accuracy_by_bytes(alone, run.metric),
         ),
         _partition(run),
         Picture(
@@ -105,7 +104,12 @@ def _run_pictures(run: Run) -> list[Picture]:
             "Accuracy of each client in the last evaluation.",
             figures.client_spread(alone),
         ),
-        Picture("classes", "Accuracy by class", "In the last evaluation.", figures.class_accuracy(alone)),
+        Picture(
+            "classes",
+            "Accuracy by class",
+            "In the last evaluation.",
+            figures.class_accuracy(alone, run.metric),
+        ),
         Picture("time", "Time by round", "What the seconds went into.", figures.time_by_round(run)),
         Picture("slots", "Bytes by slot", "Traffic of the whole run.", figures.bytes_by_slot(alone)),
     ]
@@ -117,15 +121,20 @@ def _comparison_pictures(comparison: Comparison) -> list[Picture]:
         for method, runs in comparison.runs.items()
         if runs
     }
-    drawn = []
+    by_round, by_bytes, by_class = [], [], []
     for measure in comparison.headlines:
         name = MEASURES.get(measure, measure)
-        lines, sent = figures.curves(groups, measure), figures.accuracy_by_bytes(groups, measure)
         band = "Mean over seeds, with a band from the worst seed to the best."
-        drawn.append(Picture(f"accuracy-{measure}", f"Accuracy by round: {name}", band, lines))
-        drawn.append(Picture(f"sent-{measure}", f"Accuracy against bytes: {name}", "Up and down.", sent))
+        lines = figures.curves(groups, measure)
+        by_round.append(Picture(f"accuracy-{measure}", f"Accuracy by round: {name}", band, lines))
+        sent = figures.accuracy_by_bytes(groups, measure)
+        by_bytes.append(Picture(f"sent-{measure}", f"Accuracy against bytes: {name}", "Up and down.", sent))
+        bars = figures.class_accuracy(groups, measure)
+        last = "In the last evaluation, mean over seeds."
+        by_class.append(Picture(f"classes-{measure}", f"Accuracy by class: {name}", last, bars))
     return [
-        *drawn,
+        *by_round,
+        *by_bytes,
         *map(_partition, comparison.every_run[:1]),
         Picture(
             "clients",
@@ -133,12 +142,7 @@ def _comparison_pictures(comparison: Comparison) -> list[Picture]:
             "Accuracy of each client in the last evaluation, all seeds.",
             figures.client_spread(groups),
         ),
-        Picture(
-            "classes",
-            "Accuracy by class",
-            "In the last evaluation, mean over seeds.",
-            figures.class_accuracy(groups),
-        ),
+        *by_class,
         Picture("time", "Time of a round", "Mean over rounds and seeds.", figures.time_by_method(groups)),
         Picture(
             "slots", "Bytes by slot", "Traffic of a run, mean over seeds.", figures.bytes_by_slot(groups)

@@ -66,7 +66,9 @@ def _run_costs(run: Run) -> list[tuple[str, str]]:
 
 
 def _accuracy_table(comparison: Comparison, measure: str) -> Table:
-    found = results(comparison, measure)
+    first, *_ = judged = results(comparison, measure)
+    # A method that ran but does not take this measure has no row; one that has yet to run keeps its own.
+    found = [result for result in judged if result.best is not None or result.seeds == 0]
     planned = len(comparison.seeds)
     columns = {
         "Method": _names(found),
@@ -85,7 +87,7 @@ def _accuracy_table(comparison: Comparison, measure: str) -> Table:
             "Sent until then": _byte_counts(found, [result.bytes_to_target for result in found]),
         }
     if any(result.p_value is not None for result in found):
-        columns[f"p vs {found[0].label}"] = [Cell(as_p_value(result.p_value)) for result in found]
+        columns[f"p vs {first.label}"] = [Cell(as_p_value(result.p_value)) for result in found]
     return _table(f"{MEASURES.get(measure, measure)}: accuracy (%)", columns, _notes(comparison, found))
 
 
@@ -113,7 +115,7 @@ def _measures_table(comparison: Comparison, measures: Sequence[str]) -> Table:
 
 def _notes(comparison: Comparison, found: Sequence[Result]) -> tuple[str, ...]:
     notes = ["Mean ± sample standard deviation over seeds; best in bold, second best underlined."]
-    if comparison.target is not None:
+    if comparison.target is not None and any(_rounds(result).startswith(">") for result in found):
         notes.append("“> T”: some seed had not reached the target after T rounds.")
     if any(result.p_value is not None for result in found):
         notes.append(

@@ -107,6 +107,11 @@ class Run:
         return self.summary.status if self.summary else "unfinished"
 
     @property
+    def metric(self) -> str:
+        """The headline measure, which accuracies by client and by class belong to as well."""
+        return self.summary.metric if self.summary else "global_acc"
+
+    @property
     def diverged_round(self) -> int | None:
         if self.summary and self.summary.diverged_round is not None:
             return self.summary.diverged_round
@@ -170,7 +175,7 @@ class Comparison:
     @property
     def headlines(self) -> tuple[str, ...]:
         """The headline measures of the methods, each once: accuracies of different kinds do not compare."""
-        named = dict.fromkeys(run.summary.metric for run in self.every_run if run.summary)
+        named = dict.fromkeys(run.metric for run in self.every_run if run.summary)
         return tuple(named) or ("global_acc",)
 
 

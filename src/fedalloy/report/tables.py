@@ -36,6 +36,7 @@ LATEX = str.maketrans(
     }
 )
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|~$&#])")
+ROW_NAME = 24  # letters of a row's name that a narrow terminal must not wrap
 RICH: dict[Mark, str] = {"best": "bold", "second": "underline", "none": ""}
 
 
@@ -58,10 +59,18 @@ class Table:
 def to_rich(table: Table) -> rich.table.Table:
     """For a terminal: best bold, second underlined."""
     drawn = rich.table.Table(
-        title=Text(table.title), caption=Text("\n".join(table.notes)), box=rich.box.SIMPLE_HEAD
+        title=Text(table.title),
+        caption=Text("\n".join(table.notes)),
+        caption_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    for position, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="right" if position else "left")
+    names, *values = table.columns
+    widest = max((len(row[0].text) for row in table.rows), default=0)
+    drawn.add_column(Text(names), min_width=min(widest, ROW_NAME))
+    for column in values:
+        drawn.add_column(Text(column), justify="right")
     for row in table.rows:
         drawn.add_row(*(Text.assemble((cell.text, RICH[cell.mark])) for cell in row))
     return drawn
