@@ -231,7 +231,8 @@ def sample(
     eligible = federation.eligible
     if everyone:
         return list(eligible)
-    count = min(max(int(participation * federation.clients), 1), len(eligible))
+    wanted = int(participation * federation.clients + 1e-9)  # 0.29 of 100 is 29, whatever binary fractions say
+    count = min(max(wanted, 1), len(eligible))
     order = torch.randperm(len(eligible), generator=generator(seed, round, "sample"))
     return sorted(eligible[i] for i in order[:count].tolist())
 

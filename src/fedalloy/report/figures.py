@@ -36,7 +36,7 @@ def curves(groups: Groups, measure: str) -> go.Figure | None:
     for position, (label, runs) in enumerate(groups.items()):
         rounds, values = _aligned(runs, measure)
         _add_line(figure, position, label, rounds, values)
-    figure.update_xaxes(title="round")
+    _count_rounds(figure)
     return _finished(figure, measure)
 
 
@@ -46,7 +46,7 @@ def accuracies(run: Run) -> go.Figure | None:
     for position, (measure, name) in enumerate(MEASURES.items()):
         rounds, values = _aligned([run], measure)
         _add_line(figure, position, name, rounds, values)
-    figure.update_xaxes(title="round")
+    _count_rounds(figure)
     return _finished(figure, "global_acc")
 
 
@@ -136,7 +136,7 @@ def time_by_round(run: Run) -> go.Figure | None:
     for position, (phase, seconds) in enumerate(split.items()):
         if any(seconds):
             figure.add_bar(x=rounds, y=seconds, name=phase, marker=_bar(position))
-    figure.update_xaxes(title="round", tickformat="d")
+    _count_rounds(figure)
     figure.update_yaxes(title="seconds", hoverformat=".3f")
     figure.update_layout(barmode="stack")
     return _finished(figure)
@@ -248,6 +248,12 @@ def _finished(figure: go.Figure, measure: str = "") -> go.Figure | None:
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
         legend_traceorder="normal",
     )
+
+
+def _count_rounds(figure: go.Figure) -> None:
+    """Rounds are whole numbers, however few there are."""
+    last = max((max(trace.x) for trace in figure.data if trace.x), default=0)
+    figure.update_xaxes(title="round", tickformat="d", dtick=1 if last <= 10 else None)
 
 
 def _text(name: str) -> str:
