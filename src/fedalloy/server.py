@@ -76,11 +76,13 @@ class Server:
         fold = Fold(self.method)
         claimant = self.method.claimant("weigh")
         held: list[Reply] = []
+        due = set(expected)
         for reply in in_order(sorted(expected), replies):
             for key, count in bytes_of(reply.items).items():
                 outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
-            if why := refusal(reply, self._declared, weighed=self.weighed):
-                outcome.refused[reply.client] = why
+            why = self._stray(reply, expected, due) or refusal(reply, self._declared, weighed=self.weighed)
+            if why:
+                outcome.refused.setdefault(reply.client, why)
                 continue
             outcome.accepted.append(_without_items(reply))
             for piece in self.method.with_hook("absorb"):
@@ -102,6 +104,13 @@ class Server:
         for box in self.boxes.values():
             box.memo.clear()
         return outcome
+
+    def _stray(self, reply: Reply, expected: Sequence[int], due: set[int]) -> str | None:
+        """Why nobody waits for a reply, or None; `due` are the clients that have not answered yet."""
+        if reply.client not in due:
+            return "answered twice" if reply.client in expected else "was not asked"
+        due.remove(reply.client)
+        return None if reply.round == self.round else f"answered round {reply.round}"
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: whole flat weights and buffers."""
@@ -130,16 +139,26 @@ class Server:
 
 
 def in_order(expected: Sequence[int], replies: Iterable[Reply]) -> Iterator[Reply]:
-    """Replies in ascending client id, each as soon as all before it are there: sums are always taken in this order."""
+    """Replies in ascending client id, each as soon as all before it are there: sums are always taken in this order.
+
+    What nobody waits for comes last.
+    """
     waiting: dict[int, Reply] = {}
+    strays: list[Reply] = []
+    missing = set(expected)
     ahead = iter(expected)
     due = next(ahead, None)
     for reply in replies:
+        if reply.client not in missing:
+            strays.append(reply)
+            continue
+        missing.remove(reply.client)
         waiting[reply.client] = reply
         while due in waiting:
             yield waiting.pop(due)
             due = next(ahead, None)
     yield from (waiting[client] for client in sorted(waiting))
+    yield from strays
 
 
 class Fold:

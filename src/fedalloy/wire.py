@@ -35,7 +35,7 @@ class Slot:
 
     reduce: Reduce = "mean"
     shape: tuple[Dim, ...] = ("weights",)
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     increment: bool = False  # an additive update, so that codecs may compress it
     counts: str = ""  # class_mean only: the slot that holds the class counts
 
@@ -87,7 +87,7 @@ def bytes_of(items: Mapping[str, Tensor]) -> dict[str, int]:
 
 def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str | None:
     """Why a reply cannot be used, or None. Broadcastable shapes are wrong shapes."""
-    if weighed and not (isinstance(reply.samples, int) and 0 < reply.samples <= MOST_SAMPLES):
+    if weighed and not (type(reply.samples) is int and 0 < reply.samples <= MOST_SAMPLES):  # True is no count
         return f"claims {reply.samples} samples"
     if missing := sorted(declared.keys() - reply.items.keys()):
         return f"lacks {', '.join(missing)}"
@@ -101,6 +101,11 @@ def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str
             return f"{key} has shape {tuple(value.shape)}, declared {spec.shape}"
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             return f"{key} is not finite"
+    for key, spec in declared.items():
+        if spec.slot.reduce == "class_mean":
+            counts = reply.items[f"{key.rpartition('.')[0]}.{spec.slot.counts}"]
+            if bool(((counts < 0) | (counts > MOST_SAMPLES)).any()):
+                return f"claims impossible counts for {key}"
     if not math.isfinite(reply.loss):
         return "its training loss is not finite"
     return None
@@ -118,7 +123,8 @@ def _short(dtype: torch.dtype) -> str:
 def dump(items: Mapping[str, Tensor], facts: Mapping[str, object] | None = None) -> bytes:
     """Tensors and JSON facts as one safetensors blob; the same input gives the same bytes."""
     meta = {"facts": json.dumps(facts or {}, sort_keys=True)}
-    return safetensors.torch.save({key: items[key].contiguous() for key in sorted(items)}, metadata=meta)
+    apart = {key: items[key].detach().clone(memory_format=torch.contiguous_format) for key in sorted(items)}
+    return safetensors.torch.save(apart, metadata=meta)  # it refuses tensors that share memory
 
 
 def restore(blob: bytes) -> tuple[Items, dict[str, object]]:
@@ -127,6 +133,6 @@ def restore(blob: bytes) -> tuple[Items, dict[str, object]]:
         items = safetensors.torch.load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         facts = json.loads(header.get("__metadata__", {}).get("facts", "{}"))
-    except (safetensors.SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise FedAlloyError(f"not a FedAlloy message: {error}") from None
     return items, facts
