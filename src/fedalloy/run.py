@@ -3,6 +3,7 @@
 sample ─► server.send ─► engine.carry ─► client_round ─► server.receive ─► evaluate ─► history ─► checkpoint
 """
 
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from fedalloy.workshop import Workshop
 
 Record = dict[str, Any]
 OnRound = Callable[[Record], None]
+OnReply = Callable[[int, int, int], None]  # round, clients that have answered, clients that were asked
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,20 @@ def train(
     return play(setup, folder, room=room)
 
 
-def start(config: Config, out: Path, on_round: OnRound | None = None) -> Result:
+def start(
+    config: Config, out: Path, on_round: OnRound | None = None, on_reply: OnReply | None = None
+) -> Result:
     """A new run in a new folder."""
     setup = Setup(config)
-    return play(setup, RunFolder.create(out, config), on_round)
+    return play(setup, RunFolder.create(out, config), on_round, on_reply)
 
 
-def resume(path: Path, config: Config | None = None, on_round: OnRound | None = None) -> Result:
+def resume(
+    path: Path,
+    config: Config | None = None,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+) -> Result:
     """Carry on after the last checkpoint; the end is bit for bit that of a run never interrupted."""
     folder = RunFolder.existing(path)
     stored = folder.config
@@ -142,13 +152,14 @@ def resume(path: Path, config: Config | None = None, on_round: OnRound | None = 
         )
     if summary := folder.summary():
         return Result(path, stored, folder.history(), summary)
-    return play(Setup(config or stored), folder, on_round)
+    return play(Setup(config or stored), folder, on_round, on_reply)
 
 
 def play(
     setup: Setup,
     folder: RunFolder,
     on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
     room: "tempfile.TemporaryDirectory[str] | None" = None,
 ) -> Result:
     """All rounds from the folder's last checkpoint to the end."""
@@ -164,7 +175,7 @@ def play(
             for number in range(last + 1, setup.config.rounds + 1):
                 if history and history[-1].get("diverged"):
                     break
-                record = one_round(setup, server, engine, number)
+                record = one_round(setup, server, engine, number, on_reply)
                 history.append(record)
                 folder.record(record)
                 since_checkpoint.update(record["participants"])
@@ -186,7 +197,9 @@ def play(
     return Result(folder.path, setup.config, history, summary, room)
 
 
-def one_round(setup: Setup, server: Server, engine: Engine, number: int) -> Record:
+def one_round(
+    setup: Setup, server: Server, engine: Engine, number: int, on_reply: OnReply | None = None
+) -> Record:
     """One round and its line in the history."""
     config, federation = setup.config, setup.federation
     watch = Stopwatch()
@@ -199,7 +212,7 @@ def one_round(setup: Setup, server: Server, engine: Engine, number: int) -> Reco
             bytes_down[key] = bytes_down.get(key, 0) + count
     watch.lap("other")
     mails.sort(key=lambda mail: -int(federation.sizes[mail.client]))  # longest first
-    waiting = Waiting(engine.carry(mails))
+    waiting = Waiting(engine.carry(mails), partial(on_reply, number) if on_reply else None, len(mails))
     outcome = server.receive(chosen, waiting)
     watch.lap("aggregate")
     watch.move("aggregate", "train", waiting.seconds)
@@ -231,7 +244,9 @@ def sample(
     eligible = federation.eligible
     if everyone:
         return list(eligible)
-    wanted = int(participation * federation.clients + 1e-9)  # 0.29 of 100 is 29, whatever binary fractions say
+    wanted = int(
+        participation * federation.clients + 1e-9
+    )  # 0.29 of 100 is 29, whatever binary fractions say
     count = min(max(wanted, 1), len(eligible))
     order = torch.randperm(len(eligible), generator=generator(seed, round, "sample"))
     return sorted(eligible[i] for i in order[:count].tolist())
@@ -301,19 +316,24 @@ def one_thread() -> Iterator[None]:
 
 
 class Waiting:
-    """Passes replies on and adds up the time spent waiting for them."""
+    """Passes replies on, counts them aloud and adds up the time spent waiting for them."""
 
-    def __init__(self, replies: Iterable[Reply]) -> None:
+    def __init__(
+        self, replies: Iterable[Reply], heard: Callable[[int, int], None] | None = None, asked: int = 0
+    ) -> None:
         self._replies = iter(replies)
+        self._heard, self._asked = heard, asked
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[Reply]:
-        while True:
+        for answered in itertools.count(1):
             began = time.perf_counter()
             reply = next(self._replies, None)
             self.seconds += time.perf_counter() - began
             if reply is None:
                 return
+            if self._heard:
+                self._heard(answered, self._asked)
             yield reply
 
 
