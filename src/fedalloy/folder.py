@@ -9,7 +9,7 @@ from typing import Any
 
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
-from fedalloy.storage import Vault, append_line, disk_error, write_whole
+from fedalloy.storage import Vault, append_line, disk_error, is_temporary, write_whole
 from fedalloy.wire import Items, dump, restore
 
 
@@ -23,12 +23,12 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunFolder":
         """A new run; a folder with anything in it is never written over."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not (path.is_dir() and all(is_temporary(found) for found in path.iterdir())):
             raise FedAlloyError(
                 f"{path} exists already; carry on with '--resume {path}', or give another --out"
             )
         try:
-            (path / "checkpoint").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if isinstance(known := disk_error(error, path), FedAlloyError):
                 raise known from None
@@ -52,6 +52,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Only one process may write a run; the lock goes with the process, however it ends."""
+        (self.path / "checkpoint").mkdir(exist_ok=True)
         with (self.path / "checkpoint" / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,6 +87,9 @@ class RunFolder:
             self.path / "history.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         )
         self.vault.rewind(round)
+        for left in (*self.path.glob(".*"), *file.parent.glob(".*")):
+            if is_temporary(left):
+                left.unlink(missing_ok=True)
         return round, state
 
     def summary(self) -> dict[str, Any] | None:

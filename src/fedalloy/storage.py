@@ -23,21 +23,28 @@ def write_whole(path: Path, blob: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise disk_error(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether this is what a process killed inside `write_whole` leaves behind."""
+    return path.name.startswith(".") and path.suffix[1:].isdigit()
 
 
 def append_line(path: Path, line: str) -> None:
     """Append one line and flush it; a failed write leaves the file as it was."""
-    with path.open("ab") as file:
-        before = file.tell()
-        try:
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
             file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        except OSError as error:
+    except OSError as error:  # only now: closing the file tries to write once more
+        if path.exists():
             os.truncate(path, before)
-            raise disk_error(error, path) from error
+        raise disk_error(error, path) from error
 
 
 def disk_error(error: OSError, path: Path) -> OSError | FedAlloyError:
@@ -83,7 +90,7 @@ class Vault:
         for client in clients:
             old = sorted(version for version in self._versions(client) if version <= checkpoint)
             for version in old[:-1]:
-                self._path(client, version).unlink()
+                self._path(client, version).unlink(missing_ok=True)
 
     def rewind(self, checkpoint: int) -> None:
         """Forget rounds after a checkpoint."""
@@ -92,7 +99,7 @@ class Vault:
         for folder in self.folder.iterdir():
             for path in folder.iterdir():
                 if not path.stem.isdigit() or int(path.stem) > checkpoint:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
 
     def fingerprint(self) -> str | None:
         """sha256 over every client's newest state, or None where no client keeps any."""

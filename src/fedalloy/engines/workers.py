@@ -4,9 +4,12 @@ Workers are forked, so they see the data, the method and everything else that th
 A worker that dies is replaced and its client is asked again: a client's reply depends on nothing but its mail.
 """
 
+import ctypes
 import json
 import multiprocessing
+import os
 import signal
+import sys
 import time
 import traceback
 from collections import deque
@@ -22,6 +25,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 TRIES = 3  # a client that kills its worker this often is not asked again
 
 
@@ -100,7 +104,7 @@ class Workers:
         replies = Arena()
         others = [worker.line for worker in self._workers] + [mine]
         process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(self._workshop, theirs, others, self._mail, replies), daemon=True
+            target=_work, args=(self._workshop, os.getpid(), theirs, others, self._mail, replies), daemon=True
         )
         process.start()
         theirs.close()
@@ -158,10 +162,11 @@ def _raise(note: dict[str, Any]) -> NoReturn:
 
 
 def _work(
-    workshop: Workshop, line: Connection, others: list[Connection], mail: Arena, replies: Arena
+    workshop: Workshop, parent: int, line: Connection, others: list[Connection], mail: Arena, replies: Arena
 ) -> None:
     """A worker's life: open mail until the line closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
+    _die_with(parent)
     torch.set_num_threads(1)
     for other in others:
         other.close()  # else nobody notices when the main process is gone
@@ -184,3 +189,11 @@ def _work(
             line.send_bytes(json.dumps(answer).encode())
         except OSError:
             return
+
+
+def _die_with(parent: int) -> None:
+    """When the main process is killed its workers end at once, else the run stays locked until they notice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before it could be watched
+            os._exit(1)
