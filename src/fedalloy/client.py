@@ -237,7 +237,7 @@ class Client:
                 for a in range(0, self.data.samples, size):
                     if done == most:
                         break
-                    if self.data.samples - a == 1 and self.site.has_batchnorm:
+                    if min(size, self.data.samples - a) == 1 and self.site.has_batchnorm:
                         continue  # train-mode BatchNorm cannot normalise a single sample
                     done += 1
                     cut = slice(a, a + size)

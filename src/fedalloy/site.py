@@ -22,7 +22,7 @@ OWN = ("own.weights", "own.buffers")
 def seeded(*counter: int | str) -> Iterator[None]:
     """Torch's own generator, which initialisers and dropout use, seeded by a counter and given back as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(*counter))
+        torch.default_generator.manual_seed(seed_of(*counter))  # torch.manual_seed walks the stack: slow
         yield
 
 
