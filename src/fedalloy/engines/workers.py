@@ -77,13 +77,13 @@ class Workers:
                     if reply is not None:
                         yield reply
                         continue
+                    self._replace(worker)
                     deaths[mail.client] = deaths.get(mail.client, 0) + 1
                     if deaths[mail.client] == TRIES:
                         raise FedAlloyError(
                             f"the worker process died {TRIES} times on client {mail.client} (exit code "
                             f"{worker.process.exitcode}); out of memory? try fewer --workers or --engine inline"
                         )
-                    self._replace(worker)
                     waiting.appendleft(mail)
         finally:
             for worker in [worker for worker in self._workers if worker.mail]:  # the round was left early
