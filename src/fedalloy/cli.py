@@ -1,6 +1,7 @@
 """The command line: `fedalloy run | compare | methods | explain | partition | report | models`."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -9,36 +10,38 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
-from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
-import fedalloy
-from fedalloy import console as show
-from fedalloy import nets, registry
+from fedalloy import __version__, nets, show
+from fedalloy import explain as anatomy
 from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
+from fedalloy.console import complain, console, progress, resumable
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
-from fedalloy.explain import explain as explained
-from fedalloy.explain import parameters_of
+from fedalloy.expression import slug
 from fedalloy.federation import federate
-from fedalloy.nets.base import Inputs
-from fedalloy.report import read_comparison, write_comparison_report, write_run_report, write_tables
+from fedalloy.folder import RunFolder
+from fedalloy.report import write_comparison_report, write_run_report, write_tables
 from fedalloy.run import resume, start
 
 app = App(
     name="fedalloy",
-    help="Heterogeneous federated learning: every method an alloy of small mechanisms.",
-    version=fedalloy.__version__,
+    help="Heterogeneous federated learning: every method an alloy of small mechanisms.\n\n"
+    "A first look, with data that are built in: fedalloy compare fedavg fedprox --rounds 10",
+    version=__version__,
     version_flags=["--version"],
 )
 
 Settings = Annotated[Config | None, Parameter(name="*")]
 AsJson = Annotated[
-    bool, Parameter(name="--json", negative="", help="Print one JSON object and nothing else.")
+    bool,
+    Parameter(name="--json", negative="", show_default=False, help="Print one JSON object and nothing else."),
 ]
-ConfigFile = Annotated[Path | None, Parameter(name="--config", help="A TOML file; flags win over it.")]
-Out = Annotated[Path | None, Parameter(help="The folder to write; must be new.")]
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(name="--config", help="A TOML file with lines such as rounds = 20; flags win over it."),
+]
 
 
 @app.command
@@ -46,89 +49,85 @@ def run(
     *,
     settings: Settings = None,
     config: ConfigFile = None,
-    out: Out = None,
+    out: Annotated[
+        Path | None, Parameter(help="The folder to write, which must be new; by default one in runs/.")
+    ] = None,
     resume_from: Annotated[
-        Path | None, Parameter(name="--resume", help="Carry on with a run that was stopped or killed.")
+        Path | None, Parameter(name="--resume", help="Carry on with the run in this folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train one method on one federation."""
-    given = _given(settings)
-    console = show.console(quiet=as_json)
-    if resume_from is not None:
-        _no_other(resume_from, out, config)
-        stored = Config.of(Config.read(resume_from / "config.toml"))
-        chosen = Config.of({**stored.model_dump(), **given})
-        with show.progress(console, chosen.rounds, show.played(resume_from)) as tick:
-            result = resume(resume_from, chosen, tick)
-    else:
-        chosen = _merged(config, given)
+    """Train one method on one federation.
+
+    Writes a folder with config.toml, history.jsonl, summary.json, checkpoint/ and report.html.
+    """
+    given, terminal = _given(settings), console(quiet=as_json)
+    if resume_from is None:
+        chosen, done = _merged(config, given), 0
         place = out or _new_place(chosen)
-        with show.progress(console, chosen.rounds) as tick, show.resumable(place):
-            result = start(chosen, place, tick)
+    elif out or config:
+        raise FedAlloyError("--resume takes config and folder from the run; leave --config and --out away")
+    else:
+        place, folder = resume_from, RunFolder.existing(resume_from)
+        chosen, done = Config.of({**folder.config.model_dump(), **given}), len(folder.history())
+    way = f"fedalloy run --resume {shlex.quote(str(place))}"
+    with resumable(place / "config.toml", way), progress(terminal, chosen.rounds, done) as bar:
+        if resume_from is None:
+            result = start(chosen, place, bar.round, bar.reply)
+        else:
+            result = resume(place, chosen, bar.round, bar.reply)
     report = write_run_report(result.folder)
     if as_json:
         _print_json({**result.summary, "folder": str(result.folder), "report": str(report)})
     else:
-        show.run(console, result, report)
+        show.run(terminal, result, report)
 
 
 @app.command
 def compare(
-    *methods: str,
+    *methods: Annotated[str, Parameter(help="Methods, such as fedavg 'fedprox(mu=0.1)' moon+prox.")],
     settings: Settings = None,
-    seeds: Annotated[str, Parameter(help="Seeds, separated by commas.")] = "0",
-    target: Annotated[float | None, Parameter(help="Count the rounds until this accuracy.")] = None,
+    seeds: Annotated[
+        str | None, Parameter(help="Seeds, such as 0,1,2; three or more allow a significance test.")
+    ] = None,
+    target: Annotated[
+        float | None, Parameter(help="Count the rounds until this accuracy, such as 0.8.")
+    ] = None,
     config: ConfigFile = None,
-    out: Annotated[Path | None, Parameter(help="The folder; finished runs in it are not run again.")] = None,
+    out: Annotated[
+        Path | None, Parameter(help="The folder to write; finished runs in it are not run again.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare methods fairly: same partition, same initial weights, same batches.
 
     Type the same command again after a crash and it carries on; add a method and only that one is run.
     """
-    base = _merged(config, _given(settings))
-    plan = Comparison.plan(base, methods, _numbers(seeds), out, target, _command_line())
-    console = show.console(quiet=as_json)
+    given, terminal = _given(settings), console(quiet=as_json)
+    if "method" in given:
+        raise FedAlloyError("name the methods without --method, such as: fedalloy compare fedavg fedprox")
+    if seeds is not None and "seed" in given:
+        raise FedAlloyError("give --seeds or --seed, not both")
+    base = _merged(config, given)
+    numbers = [base.seed] if seeds is None else _numbers(seeds)
+    plan = Comparison.plan(base, methods, numbers, out, target)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
     with (
-        show.progress(console, total, total - plan.rounds_left()) as tick,
-        show.resumable(plan.folder, again=True),
+        resumable(plan.folder / "compare.json", "the same command"),
+        progress(terminal, total, total - plan.rounds_left()) as bar,
     ):
-        results = plan.run(lambda method, seed, record: tick({**record, "doing": f"{method}, seed {seed}"}))
+        plan.run(bar.run, bar.round, bar.reply)
     if as_json:
-        _print_json(
-            {
-                "folder": str(plan.folder),
-                "report": str(plan.folder / "report.html"),
-                "runs": [{**result.summary, "folder": str(result.folder)} for result in results],
-            }
-        )
+        _print_json(plan.facts())
     else:
-        show.comparison(console, read_comparison(plan.folder), plan.folder)
+        show.comparison(terminal, plan.folder)
 
 
 @app.command
 def methods(*, as_json: AsJson = False) -> None:
-    """List the methods, with their families, papers and parameters, and the parts that can be added to them."""
-    recipes = [
-        {
-            "name": r.name,
-            "title": r.title,
-            "family": r.family,
-            "paper": r.paper,
-            "parameters": parameters_of(r),
-        }
-        for r in registry.RECIPES.values()
-    ]
-    parts = [
-        {"name": name, "says": (kind.__doc__ or "").splitlines()[0]}
-        for name, kind in registry.parts().items()
-    ]
-    if as_json:
-        _print_json({"methods": recipes, "parts": parts})
-    else:
-        show.methods(show.console(), recipes, parts)
+    """List the methods, with their papers and parameters, and the parts that can be added to them."""
+    found = {"methods": anatomy.recipes(), "parts": anatomy.parts()}
+    _print_json(found) if as_json else show.methods(console(), **found)
 
 
 @app.command
@@ -145,16 +144,16 @@ def explain(
     Parameters
     ----------
     method
-        A method or a combination, such as "fedprox(mu=0.1)" or "moon+prox".
+        A method or a sum, such as fedavg, "fedprox(mu=0.1)" or moon+prox.
     model
         The model whose bytes are counted.
     data
         The data set that sizes the model.
     data_root
-        Where that data set lies.
+        The folder where that data set lies.
     """
-    facts = explained(method, model, load(data, data_root).inputs).facts()
-    _print_json(facts) if as_json else show.explanation(show.console(), facts)
+    facts = anatomy.explain(method, model, load(data, data_root).inputs).facts()
+    _print_json(facts) if as_json else show.explanation(console(), facts)
 
 
 @app.command
@@ -162,37 +161,24 @@ def partition(
     *,
     settings: Settings = None,
     config: ConfigFile = None,
-    out: Annotated[Path | None, Parameter(help="Write the picture to this HTML file.")] = None,
+    out: Annotated[
+        Path | None, Parameter(help="Where to draw the picture; partition.html by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show who holds what, as a table and a picture."""
+    """Show who holds what, as a table and a picture.
+
+    Takes the flags of a run, of which those about data, clients, skew and seed matter.
+    """
     chosen = _merged(config, _given(settings))
-    federation = federate(
-        chosen.data,
-        chosen.clients,
-        chosen.skew,
-        chosen.seed,
-        chosen.test_share,
-        chosen.data_root,
-        chosen.augment,
-    )
-    picture = (
-        show.partition_picture(federation, out or Path("partition.html")) if out or not as_json else None
-    )
+    names = ("data", "clients", "skew", "seed", "test_share", "data_root", "augment")
+    federation = federate(**{name: getattr(chosen, name) for name in names})
+    path = out or (None if as_json else Path("partition.html"))
+    picture = show.partition_picture(federation, path) if path else None
     if as_json:
-        counts = federation.split.counts(federation.dataset)
-        _print_json(
-            {
-                "clients": federation.clients,
-                "eligible": len(federation.eligible),
-                "class_names": list(federation.dataset.class_names),
-                "counts": counts.tolist(),
-                "test_samples": federation.split.test_offsets.diff().tolist(),
-                "picture": str(picture) if picture else None,
-            }
-        )
+        _print_json({**show.partition_facts(federation), "picture": str(picture) if picture else None})
     else:
-        show.partition(show.console(), federation, picture)
+        show.partition(console(), federation, picture)
 
 
 @app.command
@@ -211,8 +197,7 @@ def report(folder: Path, *, as_json: AsJson = False) -> None:
     if as_json:
         _print_json({"written": [str(path) for path in written]})
     else:
-        for path in written:
-            show.console().print(f"wrote {path}")
+        show.files(console(), **{path.name: path for path in written})
 
 
 @app.command
@@ -226,20 +211,19 @@ def models(
     data
         The data set that sizes them.
     data_root
-        Where that data set lies.
+        The folder where that data set lies.
     model
-        Only this one; with parameters, or your own as "package.module:factory".
+        Only this one, such as "mlp(hidden=64)", or your own as package.module:factory.
     """
     inputs = load(data, data_root).inputs
-    rows = [_model_row(name, says, inputs) for name, says, kinds in nets.names() if inputs.kind in kinds]
-    if model is not None:
-        rows = [_model_row(model, "", inputs)]
-    _print_json({"models": rows}) if as_json else show.models(show.console(), rows, data)
-
-
-def _model_row(name: str, says: str, inputs: Inputs) -> dict[str, Any]:
-    size = nets.size_of(name, inputs)
-    return {"name": name, "says": says, "parameters": size.parameters, "flops_per_sample": size.flops}
+    listed = {name: says for name, says, kinds in nets.names() if inputs.kind in kinds}
+    rows = []
+    for name, says in listed.items() if model is None else [(model, listed.get(model, ""))]:
+        size = nets.size_of(name, inputs)
+        rows.append(
+            {"name": name, "says": says, "parameters": size.parameters, "flops_per_sample": size.flops}
+        )
+    _print_json({"models": rows}) if as_json else show.models(console(), rows, data)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -247,19 +231,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        cause = error.__cause__
-        _fail(complaint(cause) if isinstance(cause, pydantic.ValidationError) else str(error))
+        _fail(_sentence(error), 2)
     except FedAlloyError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _fail("; ".join([str(error), *getattr(error, "__notes__", [])]), 2)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}", 2)
+    except KeyboardInterrupt as error:
+        _fail("; ".join(["stopped", *getattr(error, "__notes__", [])]), 130)
 
 
-def _fail(sentence: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
-        f"[bold red]error:[/] {show.plain(sentence)}"
-    )
-    sys.exit(2)
+def _fail(sentence: str, code: int) -> None:
+    complain(sentence)
+    sys.exit(code)
+
+
+def _sentence(error: CycloptsError) -> str:
+    """What is wrong with the words that were typed."""
+    command = " ".join(["fedalloy", *(error.command_chain or [])])
+    if isinstance(error.__cause__, pydantic.ValidationError):
+        return complaint(error.__cause__)
+    if isinstance(error, UnusedCliTokensError):
+        said = f"{' '.join(error.unused_tokens or [])!r} was not expected."
+    elif isinstance(error, MissingArgumentError) and error.argument:
+        said = (
+            f"{error.keyword} needs a value."
+            if error.keyword
+            else f"{error.argument.name.lstrip('-').upper()} is missing."
+        )
+    else:
+        said = str(error)
+    return f"{said[0].lower()}{said[1:]} See '{command} --help'."
 
 
 def _given(settings: Config | None) -> dict[str, Any]:
@@ -271,40 +275,19 @@ def _merged(file: Path | None, given: dict[str, Any]) -> Config:
     return Config.of({**(Config.read(file) if file else {}), **given}, str(file or ""))
 
 
-def _no_other(folder: Path, out: Path | None, config: Path | None) -> None:
-    if out or config:
-        raise FedAlloyError(
-            f"--resume {folder} takes its config and its folder from the run; leave --out and --config away"
-        )
-    if not (folder / "config.toml").is_file():
-        raise FedAlloyError(
-            f"{folder} is not a run folder (it has no config.toml); start one with 'fedalloy run'"
-        )
-
-
 def _new_place(config: Config) -> Path:
     """A folder of its own for every run."""
-    name = registry.make(config.method).title.lower().replace(" ", "")
-    data = config.data.replace("/", "-").replace(":", "-")
-    return (
-        Path("runs")
-        / f"{name}-{data}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 1000:03d}"
-    )
+    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 10**6 % 1000:03d}"
+    return Path("runs") / f"{slug(config.method)}-{slug(config.data)}-seed{config.seed}-{moment}"
 
 
 def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        raise FedAlloyError(f"--seeds {text}: whole numbers are expected, such as 0,1,2") from None
-    if any(number < 0 for number in numbers):
-        raise FedAlloyError(f"--seeds {text}: seeds cannot be negative")
-    return numbers
-
-
-def _command_line() -> str:
-    return shlex.join(["fedalloy", *sys.argv[1:]])
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise FedAlloyError(f"--seeds must be whole numbers of at least 0, not {text!r}; for example 0,1,2")
+    return [int(word) for word in words]
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    sys.stdout.flush()

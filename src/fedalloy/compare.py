@@ -5,21 +5,30 @@ Fairness needs no bookkeeping: all of these are drawn from counters that do not 
 
 import hashlib
 import json
-import re
+import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedalloy import registry
-from fedalloy.config import FREE, Config
-from fedalloy.errors import FedAlloyError
+from fedalloy.config import FREE, Config, flag
+from fedalloy.errors import FedAlloyError, writing
+from fedalloy.expression import slug
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
-from fedalloy.report import write_comparison_report, write_plotlyjs, write_run_report, write_tables
-from fedalloy.run import Record, Result, Setup, play, resume
+from fedalloy.report import (
+    read_comparison,
+    write_comparison_report,
+    write_plotlyjs,
+    write_run_report,
+    write_tables,
+)
+from fedalloy.report.statistics import costs, results
+from fedalloy.run import OnReply, OnRound, Result, Setup, play, resume
 from fedalloy.storage import write_whole
 
-OnRound = Callable[[str, int, Record], None]
+OnRun = Callable[[str, int], None]  # method, seed
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Comparison:
     methods: tuple[str, ...]
     seeds: tuple[int, ...]
     target: float | None = None
-    command: str = ""
+    _dealt: dict[int, Federation] = field(default_factory=dict, repr=False, compare=False)  # of one seed
 
     @classmethod
     def plan(
@@ -41,74 +50,110 @@ class Comparison:
         seeds: Sequence[int],
         out: Path | None = None,
         target: float | None = None,
-        command: str = "",
     ) -> "Comparison":
-        """Check everything before anything runs. Without `out` the folder is named by the settings, so that the same
-        command finds its own finished runs again, and one with another method adds to them."""
+        """Check everything before anything is written. Without `out` the folder is named by the settings, so that the
+        same command finds its own finished runs again, and one with another method adds to them."""
         if not methods:
             raise FedAlloyError(
                 "name the methods to compare, such as: fedalloy compare fedavg 'fedprox(mu=0.1)'"
             )
-        if not seeds:
-            raise FedAlloyError("give at least one seed, such as --seeds 0,1,2")
         if target is not None and not 0 < target < 1:
-            raise FedAlloyError(f"--target {target:g}: an accuracy between 0 and 1 is expected, such as 0.5")
+            raise FedAlloyError(
+                f"--target must be an accuracy between 0 and 1, not {target:g}; for example 0.5"
+            )
         names = [registry.make(method).expression for method in methods]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise FedAlloyError(f"{twice} is named twice; name every method once")
-        folder = out or Path("runs") / f"compare-{_slug(base.data)}-{_digest(base)}"
-        plan = cls(folder, base, tuple(names), tuple(dict.fromkeys(seeds)), target, command)
-        for method in names:
-            Setup(plan.config(method, plan.seeds[0]))
+        folder = out or Path("runs") / f"compare-{slug(base.data)}-{slug(base.skew)}-{_digest(base)}"
+        plan = cls(folder, base, tuple(names), tuple(dict.fromkeys(seeds)), target)
+        plan._check()
         return plan
+
+    def run(
+        self,
+        on_run: OnRun | None = None,
+        on_round: OnRound | None = None,
+        on_reply: OnReply | None = None,
+    ) -> list[Result]:
+        """Everything that is not finished yet, then tables and report."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._describe()
+        write_plotlyjs(self.folder)
+        found = []
+        for seed in self.seeds:
+            for method in self.methods:
+                if on_run:
+                    on_run(method, seed)
+                result = self._play(method, seed, on_round, on_reply)
+                if not (result.folder / "report.html").exists():
+                    write_run_report(result.folder, plotlyjs="../../plotly.min.js")
+                found.append(result)
+        write_tables(self.folder)
+        write_comparison_report(self.folder)
+        return found
 
     def config(self, method: str, seed: int) -> Config:
         return self.base.model_copy(update={"method": method, "seed": seed})
 
     def place(self, method: str, seed: int) -> str:
-        return f"{_slug(method)}/seed{seed}"
-
-    def run(self, on_round: OnRound | None = None) -> list[Result]:
-        """Everything that is not finished yet, then tables and report."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._describe()
-        results = []
-        for seed in self.seeds:
-            federation: Federation | None = None  # dealt once per seed
-            for method in self.methods:
-                path, config = self.folder / self.place(method, seed), self.config(method, seed)
-
-                def told(record: Record, method: str = method, seed: int = seed) -> None:
-                    if on_round:
-                        on_round(method, seed, record)
-
-                if (path / "config.toml").exists():
-                    results.append(resume(path, config, told))
-                else:
-                    setup = Setup(config, federation)
-                    federation = setup.federation
-                    results.append(play(setup, RunFolder.create(path, config), told))
-        self.report()
-        return results
-
-    def report(self) -> Path:
-        """Tables in Markdown and LaTeX, one HTML report for the comparison and one for each run."""
-        write_plotlyjs(self.folder)
-        for method in self.methods:
-            for seed in self.seeds:
-                write_run_report(self.folder / self.place(method, seed), plotlyjs="../../plotly.min.js")
-        write_tables(self.folder)
-        return write_comparison_report(self.folder)
+        return f"{slug(method)}/seed{seed}"
 
     def rounds_left(self) -> int:
         """Rounds that are still to be played, for a progress bar."""
-        left = 0
+        folders = [RunFolder(self.folder / self.place(m, s)) for m in self.methods for s in self.seeds]
+        return sum(self.base.rounds - len(folder.history()) for folder in folders if not folder.summary())
+
+    @property
+    def command(self) -> str:
+        """What to type for this comparison, config file or not."""
+        words = ["fedalloy", "compare", *self.methods, "--seeds", ",".join(map(str, self.seeds))]
+        if self.target is not None:
+            words += ["--target", f"{self.target:g}"]
+        for name, value in self.base.model_dump(exclude_defaults=True, exclude={"method", "seed"}).items():
+            words += [flag(f"no_{name}")] if value is False else [flag(name), str(value)]
+        return shlex.join(words)
+
+    def facts(self) -> dict[str, Any]:
+        """What was found, as plain data."""
+        read = read_comparison(self.folder)
+        return {
+            "folder": str(self.folder),
+            "report": str(self.folder / "report.html"),
+            "results": {name: [asdict(row) for row in results(read, name)] for name in read.headlines},
+            "costs": [asdict(row) for row in costs(read)],
+            "runs": [
+                {**(RunFolder(path).summary() or {}), "folder": str(path)}
+                for path in (self.folder / self.place(m, s) for m in self.methods for s in self.seeds)
+            ],
+        }
+
+    def _check(self) -> None:
+        """Build every method once, and look whether runs that lie in the folder are of this comparison."""
         for method in self.methods:
+            self._setup(method, self.seeds[0])
             for seed in self.seeds:
-                folder = RunFolder(self.folder / self.place(method, seed))
-                left += 0 if folder.summary() else self.base.rounds - len(folder.history())
-        return left
+                path = self.folder / self.place(method, seed)
+                if (path / "config.toml").exists():
+                    changed = RunFolder(path).config.differences(self.config(method, seed))
+                    if changed:
+                        raise FedAlloyError(
+                            f"{path} was run with other settings ({'; '.join(changed)}); give another --out"
+                        )
+
+    def _setup(self, method: str, seed: int) -> Setup:
+        """The federation of a seed is dealt once."""
+        setup = Setup(self.config(method, seed), self._dealt.get(seed))
+        self._dealt.clear()
+        self._dealt[seed] = setup.federation
+        return setup
+
+    def _play(self, method: str, seed: int, on_round: OnRound | None, on_reply: OnReply | None) -> Result:
+        path, config = self.folder / self.place(method, seed), self.config(method, seed)
+        if (path / "config.toml").exists():
+            return resume(path, config, on_round, on_reply)
+        return play(self._setup(method, seed), RunFolder.create(path, config), on_round, on_reply)
 
     def _describe(self) -> None:
         runs = {
@@ -124,10 +169,7 @@ class Comparison:
         write_whole(self.folder / "compare.json", (json.dumps(facts, indent=2) + "\n").encode())
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
-
-
 def _digest(base: Config) -> str:
-    settings = {k: v for k, v in base.model_dump().items() if k not in FREE | {"method", "seed"}}
+    """Of all that must be equal for two comparisons to share runs; other data may lie in another folder."""
+    settings = base.model_dump(exclude=set(FREE - {"data_root"}) | {"method", "seed"})
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]

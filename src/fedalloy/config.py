@@ -2,93 +2,127 @@
 
 import os
 import tomllib
+import typing
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import tomli_w
+from annotated_types import Ge, Interval
 from pydantic import Field
 
 from fedalloy.client import Local
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import split
+from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive, expected
 
 # What may differ when a run is resumed: where it runs, never what it computes.
 FREE = frozenset({"engine", "workers", "timeout", "data_root"})
+
+Rest = Annotated[float, Interval(ge=0, lt=1)]
+Share = Annotated[float, Interval(gt=0, le=1)]
 
 
 class Config(pydantic.BaseModel):
     """A complete, re-runnable description of one run."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: str = Field(
-        "fedavg", description="A method, such as 'fedprox(mu=0.1)', or a sum such as 'moon+prox'."
+        "fedavg",
+        description="A method, such as 'fedprox(mu=0.1)', or a sum, such as 'moon+prox'; see 'fedalloy methods'.",
     )
     data: str = Field("digits", description="A data set: digits is built in, others lie in --data-root.")
-    data_root: str | None = Field(None, description="The folder with your data sets.")
-    model: str = Field("mlp", description="A model, such as 'cnn', or your own as 'package.module:factory'.")
+    data_root: str | None = Field(
+        None, description="The folder that holds NAME.npz, NAME/ (images), NAME.csv or NAME.parquet."
+    )
+    model: str = Field(
+        "mlp",
+        description="A model, such as 'cnn', or your own as 'package.module:factory'; see 'fedalloy models'.",
+    )
     models: str | None = Field(
-        None, description="Several architectures, dealt by client id; in place of --model."
+        None,
+        description="Several models in place of one, such as 'mlp,cnn': client k gets number k, over and over.",
     )
-    clients: int = Field(10, ge=1, description="How many clients.")
-    skew: str = Field("dirichlet:0.1", description="iid, dirichlet:A, pathological:K, domain or quantity:B.")
-    test_share: float = Field(
-        0.0, ge=0, lt=1, description="Share of its data that each client holds out for testing."
+    clients: AtLeastOne = Field(10, description="How many clients.")
+    skew: str = Field(
+        "dirichlet:0.1",
+        description="How unlike the clients' data are: iid, dirichlet:ALPHA (small is harsh), "
+        "pathological:CLASSES, quantity:BETA or domain.",
     )
-    augment: str = Field("none", description="none, or of crop:PADDING and flip, joined by a comma.")
-    participation: float = Field(
-        1.0, gt=0, le=1, description="Share of the clients that take part in a round."
-    )
-    rounds: int = Field(20, ge=1, description="How many rounds.")
-    epochs: int = Field(1, ge=1, description="Local epochs in a round.")
-    steps: int | None = Field(None, ge=1, description="Local steps in a round, in place of epochs.")
-    batch: int = Field(32, ge=1, description="Batch size.")
-    lr: float = Field(0.05, gt=0, allow_inf_nan=False, description="Learning rate of the clients.")
-    lr_decay: float = Field(
-        1.0, gt=0, le=1, description="The learning rate is multiplied by this every round."
-    )
-    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of SGD.")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="Weight decay.")
+    test_share: Rest = Field(0.0, description="Share of its data that each client holds out for testing.")
+    augment: str = Field("none", description="none, crop:PIXELS, flip, or 'crop:4,flip'.")
+    participation: Share = Field(1.0, description="Share of the clients that take part in a round.")
+    rounds: AtLeastOne = Field(20, description="How many rounds.")
+    epochs: AtLeastOne = Field(1, description="Local epochs in a round.")
+    steps: AtLeastOne | None = Field(None, description="Local steps in a round, in place of epochs.")
+    batch: AtLeastOne = Field(32, description="Batch size.")
+    lr: Positive = Field(0.05, description="Learning rate of the clients.")
+    lr_decay: Share = Field(1.0, description="The learning rate is multiplied by this after every round.")
+    momentum: Momentum = Field(0.0, description="Momentum of SGD.")
+    weight_decay: NonNegative = Field(0.0, description="Weight decay.")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="The clients' optimiser.")
-    seed: int = Field(0, ge=0, description="Seed of everything that is drawn.")
-    eval_every: int = Field(1, ge=1, description="Evaluate every so many rounds, and after the last.")
-    eval_clients: int | None = Field(None, ge=1, description="Evaluate at most so many personal models.")
+    seed: Annotated[int, Ge(0)] = Field(0, description="Seed of everything that is drawn.")
+    eval_every: AtLeastOne = Field(1, description="Evaluate every so many rounds, and after the last.")
+    eval_clients: AtLeastOne | None = Field(None, description="Evaluate at most so many personal models.")
     personal_on_global: bool = Field(True, description="Also try personal models on the global test set.")
-    checkpoint_every: int = Field(1, ge=1, description="Write a checkpoint every so many rounds.")
+    checkpoint_every: AtLeastOne = Field(1, description="Write a checkpoint every so many rounds.")
     engine: Literal["inline", "workers"] = Field("workers", description="One process, or one per core.")
-    workers: int | None = Field(None, ge=1, description="Worker processes; one per core by default.")
-    timeout: float = Field(3600.0, gt=0, description="Seconds that a client may take.")
+    workers: AtLeastOne | None = Field(None, description="Worker processes; one per core by default.")
+    timeout: Positive = Field(3600.0, description="Seconds that a client may take.")
+
+    @pydantic.field_validator("models")
+    @classmethod
+    def _some(cls, models: str | None) -> str | None:
+        if models is not None and not split(models):
+            raise ValueError("names no model; write for example 'mlp,cnn'")
+        return models
 
     @classmethod
     def of(cls, values: dict[str, Any], source: str = "") -> Self:
-        """Checked values, with errors that speak the command line's language."""
-        for name in values:
+        """Checked values, with errors that speak the command line's language, or that of the file they stand in."""
+        for name, value in values.items():
+            if isinstance(value, dict):
+                raise FedAlloyError(f"{source}: settings stand at the top of the file, not under [{name}]")
             if name not in cls.model_fields:
-                raise unknown(f"setting{f' in {source}' if source else ''}", name, cls.model_fields)
+                raise FedAlloyError(
+                    f"{source}{': ' if source else ''}{unknown('setting', name, cls.model_fields)}"
+                )
+        given = {name: value for name, value in values.items() if value is not None}
         try:
-            return cls(**{name: value for name, value in values.items() if value is not None})
+            return cls.model_validate(given, strict=bool(source))  # in a file, "5" is no number
         except pydantic.ValidationError as error:
-            raise FedAlloyError(complaint(error)) from None
+            raise FedAlloyError(complaint(error, source)) from None
 
     @classmethod
     def read(cls, path: Path) -> dict[str, Any]:
-        """The settings in a TOML file, not yet checked."""
+        """The settings in a TOML file, not yet checked; names may be written with hyphens, as on the command line."""
         try:
-            with path.open("rb") as file:
-                return tomllib.load(file)
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FedAlloyError(f"there is no config file {path}") from None
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FedAlloyError(f"cannot read config file {path}: {error}") from None
+        except IsADirectoryError:
+            raise FedAlloyError(
+                f"{path} is a folder; give a file, such as --config {path}/config.toml"
+            ) from None
+        except UnicodeDecodeError:
+            raise FedAlloyError(
+                f"{path} is not a text file; a config holds lines such as rounds = 20"
+            ) from None
+        except tomllib.TOMLDecodeError as error:
+            raise FedAlloyError(
+                f"{path} is not valid TOML: {error}; a config holds lines such as rounds = 20"
+            ) from None
+        return {name.replace("-", "_"): value for name, value in found.items()}
 
     def toml(self) -> str:
         return tomli_w.dumps({name: value for name, value in self.model_dump().items() if value is not None})
 
     def differences(self, other: "Config") -> list[str]:
-        """Settings that change the numbers and are not the same."""
+        """Settings that change the numbers and are not the same, as flags."""
         mine, theirs = self.model_dump(), other.model_dump()
-        return [name for name in mine if name not in FREE and mine[name] != theirs[name]]
+        changed = [name for name in mine if name not in FREE and mine[name] != theirs[name]]
+        return [f"{flag(name)} {mine[name]}, not {theirs[name]}" for name in changed]
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -104,8 +138,21 @@ class Config(pydantic.BaseModel):
         return self.workers or len(os.sched_getaffinity(0))
 
 
-def complaint(error: pydantic.ValidationError) -> str:
-    """The first of pydantic's findings as a sentence about a flag."""
+def flag(name: str) -> str:
+    """A setting as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def complaint(error: pydantic.ValidationError, source: str = "") -> str:
+    """The first of pydantic's findings as a sentence about a flag, or about a line of a file."""
     first = error.errors()[0]
-    flag = "--" + str(first["loc"][-1]).replace("_", "-")
-    return f"{flag} {first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    name = str(first["loc"][0])
+    subject = f"{source}: {name}" if source else flag(name)
+    if own := first.get("ctx", {}).get("error"):
+        return f"{subject} {own}"
+    hint = typing.get_type_hints(Config, include_extras=True)[name]
+    wanted = expected(hint).removesuffix(", or none")
+    default = Config.model_fields[name].default
+    example = "" if default is None else f"; for example {default}"
+    given = repr(first["input"]) if source else str(first["input"]) or "nothing"
+    return f"{subject} must be {wanted}, not {given}{example}"

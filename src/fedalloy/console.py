@@ -1,6 +1,7 @@
-"""What the command line prints: progress, tables, and the way on after an interruption."""
+"""The terminal: standard output, a progress bar with life in it, and how to carry on after an interruption."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,22 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
-from fedalloy.data.picture import partition_figure, partition_table
-from fedalloy.federation import Federation
-from fedalloy.folder import RunFolder
-from fedalloy.report import Comparison, comparison_tables, read_run, run_tables, to_rich
-from fedalloy.report.units import in_bytes
-from fedalloy.run import Record, Result
+from fedalloy.errors import FedAlloyError
 
-Tick = Callable[[Record], None]
+PAUSE = 0.1  # seconds between two drawings of the bar
 
 
 def console(*, quiet: bool = False) -> Console:
@@ -32,140 +26,69 @@ def console(*, quiet: bool = False) -> Console:
     return Console(quiet=quiet, highlight=False, emoji=False)
 
 
-def plain(text: str) -> str:
-    """User text that must not be read as markup."""
-    return escape(text)
+def complain(sentence: str, prefix: str = "[bold red]error:[/] ") -> None:
+    """One sentence on standard error."""
+    line = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    line.print(prefix + escape(sentence))
+
+
+class Bar:
+    """Moves with every client that answers; drawn by this thread alone, because workers are forked from it."""
+
+    def __init__(self, bar: Progress, total: int, done: int) -> None:
+        self._doing = ""
+        self._bar, self._done, self._drawn = bar, done, 0.0
+        self._task = bar.add_task("starting", total=total, completed=done, whole=done, accuracy="")
+        bar.refresh()
+
+    def run(self, method: str, seed: int) -> None:
+        """Of several runs, this one is next."""
+        self._doing = f"{method}, seed {seed}, "
+
+    def reply(self, round: int, answered: int, asked: int) -> None:
+        """A client answered."""
+        if time.monotonic() - self._drawn > PAUSE:
+            words = f"{self._doing}round {round}, {answered} of {asked} clients"
+            self._draw(completed=self._done + answered / asked, description=escape(words))
+
+    def round(self, record: dict[str, Any]) -> None:
+        """A round is over."""
+        self._done += 1
+        metrics = record["metrics"] or {}
+        shown = metrics.get("global_acc", metrics.get("personal_local_acc"))
+        news = {} if shown is None else {"accuracy": f"accuracy {100 * shown:.1f} %"}
+        words = f"{self._doing}round {record['round']}"
+        self._draw(completed=self._done, whole=self._done, description=escape(words), **news)
+
+    def _draw(self, **news: Any) -> None:
+        self._bar.update(self._task, **news)
+        self._bar.refresh()
+        self._drawn = time.monotonic()
 
 
 @contextmanager
-def progress(console: Console, total: int, done: int = 0) -> Iterator[Tick]:
-    """A bar that moves by one round; it is drawn by this thread alone, because workers are forked from this process."""
+def progress(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
+    """A bar on standard error for as long as the work lasts; without a terminal there is none."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[whole]}/{task.total}"),
         TextColumn("{task.fields[accuracy]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     error = Console(stderr=True, quiet=console.quiet, emoji=False)
-    with Progress(*columns, console=error, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("rounds", total=total, completed=done, accuracy="")
-
-        def tick(record: Record) -> None:
-            metrics = record["metrics"] or {}
-            shown = metrics.get("global_acc", metrics.get("personal_local_acc"))
-            accuracy = "" if shown is None else f"accuracy {100 * shown:.1f} %"
-            bar.update(task, advance=1, accuracy=accuracy, description=escape(record.get("doing", "rounds")))
-            bar.refresh()
-
-        bar.refresh()
-        yield tick
+    with Progress(*columns, console=error, auto_refresh=False, transient=True, expand=True) as bar:
+        yield Bar(bar, total, done)
 
 
 @contextmanager
-def resumable(place: Path, *, again: bool = False) -> Iterator[None]:
-    """Say how to carry on when the user stops a run."""
+def resumable(mark: Path, way: str) -> Iterator[None]:
+    """Say how to carry on when the user stops a run, or a new one fails on its way: its folder has this file then."""
+    new = not mark.exists()
     try:
         yield
-    except KeyboardInterrupt:
-        way = "type the same command again" if again else f"fedalloy run --resume {place}"
-        done = "" if again else f" after round {played(place)}"
-        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
-            f"stopped{done}; carry on with: {escape(way)}"
-        )
+    except (KeyboardInterrupt, FedAlloyError) as error:
+        if mark.exists() and (new or isinstance(error, KeyboardInterrupt)):
+            error.add_note(f"carry on with: {way}")
         raise
-
-
-def played(folder: Path) -> int:
-    """Rounds on record."""
-    return len(RunFolder(folder).history())
-
-
-def run(console: Console, result: Result, report: Path) -> None:
-    for table in run_tables(read_run(result.folder)):
-        console.print(to_rich(table))
-    if result.summary["status"] == "diverged":
-        console.print(f"[bold red]diverged[/] in round {result.summary['diverged_round']}")
-    console.print(f"folder {escape(str(result.folder))}", soft_wrap=True)
-    console.print(f"report {escape(str(report))}", soft_wrap=True)
-
-
-def comparison(console: Console, compared: Comparison, folder: Path) -> None:
-    for table in comparison_tables(compared):
-        console.print(to_rich(table))
-    for name, what in {"report.html": "report", "table.md": "Markdown", "table.tex": "LaTeX"}.items():
-        console.print(f"{what:8} {escape(str(folder / name))}", soft_wrap=True)
-
-
-def methods(console: Console, recipes: list[dict[str, Any]], parts: list[dict[str, str]]) -> None:
-    for family in dict.fromkeys(recipe["family"] for recipe in recipes):
-        table = Table("method", "paper", "parameters", title=family, title_justify="left")
-        for recipe in recipes:
-            if recipe["family"] == family:
-                defaults = ", ".join(f"{p['name']}={p['default']}" for p in recipe["parameters"])
-                table.add_row(f"[bold]{recipe['name']}[/]", escape(recipe["paper"]), escape(defaults))
-        console.print(table)
-    table = Table("part", "what it does", title="parts, to add with +", title_justify="left")
-    for part in parts:
-        table.add_row(f"[bold]{part['name']}[/]", escape(part["says"]))
-    console.print(table)
-
-
-def explanation(console: Console, facts: dict[str, Any]) -> None:
-    console.rule(f"[bold]{escape(facts['title'])}", align="left")
-    console.print(escape(facts["summary"] or facts["method"]))
-    if facts["parameters"]:
-        table = Table("parameter", "default", "range", title="hyper-parameters", title_justify="left")
-        for row in facts["parameters"]:
-            table.add_row(row["name"], escape(str(row["default"])), escape(row["range"]))
-        console.print(table)
-    table = Table("part", "what it does", "when", title="parts, in order", title_justify="left")
-    for part in facts["parts"]:
-        table.add_row(f"[bold]{part['name']}[/]", escape(part["says"]), ", ".join(part["does"]))
-    console.print(table)
-    order = " → ".join(["task and losses", *facts["gradient_order"], "optimiser"])
-    console.print(f"gradient: {escape(order)}")
-    table = Table(
-        "", "slot", "shape", "fold", "bytes", title="on the wire, per client and round", title_justify="left"
-    )
-    for row in facts["wire"]:
-        table.add_row(
-            row["direction"], row["slot"], str(tuple(row["shape"])), row["reduce"], f"{row['bytes']:,}"
-        )
-    console.print(table)
-    console.print(
-        f"down {in_bytes(facts['bytes_down'])}, up {in_bytes(facts['bytes_up'])} per client and round"
-    )
-    for owner in ("server", "client"):
-        state = facts[f"{owner}_state"]
-        listed = ", ".join(f"{key} {in_bytes(size)}" for key, size in state.items()) or "nothing"
-        console.print(f"the {owner} keeps: {escape(listed)}")
-    model = facts["model"]
-    console.print(
-        f"model {escape(model['name'])}: {model['parameters']:,} parameters, {model['buffers']:,} buffers, "
-        f"{model['flops_per_sample']:,} FLOPs per sample and forward pass"
-    )
-
-
-def partition(console: Console, federation: Federation, picture: Path | None) -> None:
-    console.print(partition_table(federation.dataset, federation.split))
-    if picture:
-        console.print(f"picture {escape(str(picture))}", soft_wrap=True)
-
-
-def partition_picture(federation: Federation, path: Path) -> Path:
-    counts = federation.split.counts(federation.dataset)
-    partition_figure(counts, federation.dataset.class_names).write_html(path, include_plotlyjs=True)
-    return path
-
-
-def models(console: Console, rows: list[dict[str, Any]], data: str) -> None:
-    table = Table(
-        "model", "what it is", "parameters", "FLOPs per sample", title=f"models, sized for {escape(data)}"
-    )
-    for row in rows:
-        table.add_row(
-            row["name"], escape(row["says"]), f"{row['parameters']:,}", f"{row['flops_per_sample']:,}"
-        )
-    console.print(table)

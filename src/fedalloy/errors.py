@@ -1,7 +1,9 @@
 """Errors that speak to the user: what was wrong, what was expected, what to type instead."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class FedAlloyError(ValueError):
@@ -18,3 +20,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FedAlloyError:
     near = get_close_matches(name, names, n=1, cutoff=0.55)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
     return FedAlloyError(f"unknown {kind} {name!r}; {hint}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write into a sentence about what the user named."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise FedAlloyError(f"cannot write {path}: {reason}; give another --out") from None

@@ -1,8 +1,6 @@
 """What a method is made of, what it keeps, what crosses the wire and what that costs: read off the method itself."""
 
 import inspect
-import types
-import typing
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +15,7 @@ from fedalloy.expression import parse
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
 from fedalloy.nets.measure import samples
+from fedalloy.ranges import expected, hints
 from fedalloy.server import Server
 from fedalloy.site import Site
 from fedalloy.wire import Spec
@@ -63,7 +62,7 @@ class Explanation:
             "title": self.method.title,
             "paper": self.recipe.paper if self.recipe else None,
             "family": self.recipe.family if self.recipe else None,
-            "summary": self._summary(),
+            "summary": _summary(self.recipe),
             "parameters": parameters_of(self.recipe) if self.recipe else [],
             "parts": [_part(piece) for piece in self.method],
             "gradient_order": [piece.label for piece in self.method.with_hook("gradient")],
@@ -80,10 +79,6 @@ class Explanation:
             },
         }
 
-    def _summary(self) -> str:
-        source = inspect.getmodule(inspect.unwrap(self.recipe.make)) if self.recipe else None
-        return (inspect.getdoc(source) or "") if source else ""
-
 
 def explain(text: str, model: str, inputs: Inputs) -> Explanation:
     """Take a method apart."""
@@ -94,31 +89,40 @@ def explain(text: str, model: str, inputs: Inputs) -> Explanation:
 
 def parameters_of(recipe: registry.Recipe) -> list[dict[str, Any]]:
     """Name, default and range of every hyper-parameter."""
-    hints = typing.get_type_hints(inspect.unwrap(recipe.make), include_extras=True)
     return [
-        {"name": name, "default": parameter.default, "range": _range(hints[name])}
-        for name, parameter in recipe.parameters.items()
+        {"name": name, "default": recipe.parameters[name].default, "range": expected(hint)}
+        for name, hint in hints(recipe.make).items()
     ]
 
 
-def _range(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return " | ".join(map(str, arguments))
-    if origin is typing.Annotated:
-        signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-        bounds = [
-            f"{sign} {value:g}"
-            for limit in arguments[1:]
-            for field, sign in signs.items()
-            if (value := getattr(limit, field, None)) is not None
-        ]
-        return f"{_range(arguments[0])} {' and '.join(bounds)}"
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_range(argument) for argument in arguments)
-    if origin is tuple:
-        return f"several {_range(arguments[0])}"
-    return "none" if hint is type(None) else str(hint.__name__)
+def recipes() -> list[dict[str, Any]]:
+    """Every method there is."""
+    return [
+        {
+            "name": recipe.name,
+            "title": recipe.title,
+            "family": recipe.family,
+            "paper": recipe.paper,
+            "summary": _summary(recipe).partition("\n")[0].removeprefix(f"{recipe.title}: "),
+            "parameters": parameters_of(recipe),
+        }
+        for recipe in registry.RECIPES.values()
+    ]
+
+
+def parts() -> list[dict[str, str]]:
+    """Every part there is."""
+    return [{"name": name, "says": _says(kind)} for name, kind in sorted(registry.parts().items())]
+
+
+def _summary(recipe: registry.Recipe | None) -> str:
+    """The page of a paper's file."""
+    source = inspect.getmodule(inspect.unwrap(recipe.make)) if recipe else None
+    return (inspect.getdoc(source) or "") if source else ""
+
+
+def _says(kind: object) -> str:
+    return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _part(piece: Mechanism) -> dict[str, Any]:
@@ -128,7 +132,7 @@ def _part(piece: Mechanism) -> dict[str, Any]:
         "does": [said for hook, said in MOMENTS.items() if piece.has(hook)],
         "claims": sorted({*piece.claims, *(what for hook, what in CLAIMED_HOOKS.items() if piece.has(hook))}),
         "needs": sorted(piece.needs),
-        "says": (inspect.getdoc(piece) or "").split("\n\n")[0].replace("\n", " "),
+        "says": _says(piece),
     }
 
 

@@ -4,6 +4,7 @@ Parsed, never evaluated: a name, optional keyword parameters that are plain lite
 """
 
 import ast
+import json
 import re
 from dataclasses import dataclass, field
 
@@ -32,12 +33,13 @@ def parse(text: str) -> list[Term]:
     >>> parse("Per-FedAvg(alpha=1e-2, variant=hf) + dw")
     [Term(name='perfedavg', parameters={'alpha': 0.01, 'variant': 'hf'}), Term(name='dw', parameters={})]
     """
-    joined = re.sub(r"(?<=[A-Za-z0-9])-(?=[A-Za-z])", "", text.strip())  # Per-FedAvg is one name; 1e-2 stays
+    joined = re.sub(
+        r"(?<=\w)-(?=[A-Za-z])(?![^(]*\))", "", text.strip()
+    )  # Per-FedAvg is one name; 1e-2 stays
     try:
-        tree = ast.parse(joined, mode="eval").body
-    except (SyntaxError, ValueError):
-        raise _malformed(text) from None
-    return [_term(node, text) for node in _summands(tree)]
+        return [_term(node, text) for node in _summands(ast.parse(joined, mode="eval").body)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise error if isinstance(error, FedAlloyError) else _malformed(text) from None
 
 
 def single(text: str) -> Term:
@@ -54,8 +56,23 @@ def split(text: str, separator: str = ",") -> list[str]:
     >>> split("resnet18, mlp(hidden=64, depth=2)")
     ['resnet18', 'mlp(hidden=64, depth=2)']
     """
-    pieces = re.split(rf"{re.escape(separator)}(?![^()]*\))", text)
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == separator and depth <= 0:
+            pieces.append("")
+        else:
+            pieces[-1] += letter
     return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def slug(text: str) -> str:
+    """A name for a file or folder that still says what was typed.
+
+    >>> slug("FedProx(mu=0.1) + dw")
+    'fedprox-mu-0.1-dw'
+    """
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:80]
 
 
 def _summands(node: ast.expr) -> list[ast.expr]:
@@ -98,7 +115,7 @@ def _plain(name: str) -> str:
 
 
 def _show(value: Literal) -> str:
-    return repr(value) if not isinstance(value, str) else f'"{value}"'
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _malformed(text: str) -> FedAlloyError:

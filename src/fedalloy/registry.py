@@ -112,6 +112,10 @@ def _imported(word: str) -> Alloy:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise FedAlloyError(f"cannot import method {word!r}: {error}") from None
+    try:
+        inspect.signature(function).bind(**term.parameters)
+    except (TypeError, ValueError) as error:
+        raise FedAlloyError(f"cannot call method {word!r}: {error}") from None
     made = function(**term.parameters)
     if not isinstance(made, Alloy):
         raise FedAlloyError(

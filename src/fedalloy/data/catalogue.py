@@ -77,8 +77,9 @@ def _checked(name: str, root: Path | None) -> Path:
             f"{name!r} is no data set name; give its folder with --data-root DIR and its plain name"
         )
     if root is None:
+        hint = "did you mean 'digits'? " if get_close_matches(name, ["digits"]) else ""
         raise FedAlloyError(
-            f"data set {name!r} is read from a folder: give --data-root DIR (only 'digits' needs none)"
+            f"data set {name!r} is read from a folder: {hint}give --data-root DIR (only 'digits' needs none)"
         )
     if not root.is_dir():
         raise FedAlloyError(f"--data-root {root} is not a folder")

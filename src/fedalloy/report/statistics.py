@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
 from typing import Literal
 
-from scipy.stats import ttest_rel
-
 from fedalloy.report.runs import Comparison, Run
 
 Mark = Literal["best", "second", "none"]
@@ -101,6 +99,8 @@ def paired_p_value(ours: Mapping[int, float], theirs: Mapping[int, float]) -> fl
     differences = [ours[seed] - theirs[seed] for seed in seeds]
     if max(differences) - min(differences) < 1e-12:  # no variance: t is 0/0 or infinite
         return 1.0 if abs(differences[0]) < 1e-12 else 0.0
+    from scipy.stats import ttest_rel  # slow to import, and only needed here
+
     return float(ttest_rel([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]).pvalue)
 
 

@@ -1,0 +1,139 @@
+"""What the commands print for people: tables and where files lie."""
+
+from pathlib import Path
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedalloy.data.picture import partition_figure, partition_table
+from fedalloy.errors import writing
+from fedalloy.federation import Federation
+from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables, to_rich
+from fedalloy.report.files import write_text
+from fedalloy.report.units import in_bytes
+from fedalloy.run import Result
+
+
+def run(console: Console, result: Result, report: Path) -> None:
+    config, summary = result.config, result.summary
+    console.print(
+        f"[bold]{escape(summary['title'])}[/] on {escape(config.data)}: {escape(summary['model'])}, "
+        f"{config.clients} clients, {escape(config.skew)}, seed {config.seed}"
+    )
+    for table in run_tables(read_run(result.folder)):
+        console.print(to_rich(table))
+    if summary["status"] == "diverged":
+        console.print(
+            f"[bold red]diverged[/] in round {summary['diverged_round']} of {config.rounds}: "
+            f"the weights are no longer finite; try a smaller --lr than {config.lr:g}"
+        )
+    files(console, folder=result.folder, report=report)
+
+
+def comparison(console: Console, folder: Path) -> None:
+    for table in comparison_tables(read_comparison(folder)):
+        console.print(to_rich(table))
+    files(console, report=folder / "report.html", Markdown=folder / "table.md", LaTeX=folder / "table.tex")
+
+
+def files(console: Console, **paths: Path) -> None:
+    """Where things lie, one path per line, never wrapped."""
+    for what, path in paths.items():
+        console.print(f"{what:{max(map(len, paths))}}  {escape(str(path))}", soft_wrap=True)
+
+
+def methods(console: Console, recipes: list[dict[str, Any]], parts: list[dict[str, str]]) -> None:
+    for family in dict.fromkeys(recipe["family"] for recipe in recipes):
+        table = _table("method", "what it does", "parameters", title=family)
+        for recipe in recipes:
+            if recipe["family"] == family:
+                defaults = "\n".join(f"{p['name']}={p['default']}" for p in recipe["parameters"])
+                says = f"{escape(recipe['summary'])}\n[dim]{escape(recipe['paper'])}[/]"
+                table.add_row(f"[bold]{recipe['name']}[/]", says, escape(defaults))
+        console.print(table)
+    table = _table("part", "what it does", title="parts, to add with +")
+    for part in parts:
+        table.add_row(f"[bold]{part['name']}[/]", escape(part["says"]))
+    console.print(table)
+    console.print("More about one of them: fedalloy explain METHOD")
+
+
+def explanation(console: Console, facts: dict[str, Any]) -> None:
+    console.rule(f"[bold]{escape(facts['title'])}", align="left")
+    console.print(escape(facts["summary"] or facts["method"]))
+    if facts["parameters"]:
+        table = _table("parameter", "default", "must be", title="hyper-parameters")
+        for row in facts["parameters"]:
+            table.add_row(f"[bold]{row['name']}[/]", escape(str(row["default"])), escape(row["range"]))
+        console.print(table)
+    table = _table("part", "what it does", "how", title="parts, in order")
+    for part in facts["parts"]:
+        table.add_row(f"[bold]{part['name']}[/]", escape(part["says"]), ", ".join(part["does"]))
+    console.print(table)
+    order = " → ".join(["task and losses", *facts["gradient_order"], "optimiser"])
+    console.print(f"gradient: {escape(order)}\n")
+    table = _table("", "slot", "shape", "fold", "bytes", title="on the wire, per client and round")
+    table.columns[-1].justify = "right"
+    for row in facts["wire"]:
+        shape = " × ".join(map(str, row["shape"])) or "number"
+        table.add_row(row["direction"], row["slot"], shape, row["reduce"], f"{row['bytes']:,}")
+    console.print(table)
+    sent = {way: in_bytes(facts[f"bytes_{way}"]) for way in ("down", "up")}
+    console.print(f"down {sent['down']}, up {sent['up']} per client and round")
+    for owner in ("server", "client"):
+        state = facts[f"{owner}_state"]
+        listed = ", ".join(f"{key} {in_bytes(size)}" for key, size in state.items() if size) or "nothing"
+        console.print(f"the {owner} keeps: {escape(listed)}")
+    model = facts["model"]
+    console.print(
+        f"model {escape(model['name'])}: {model['parameters']:,} parameters, {model['buffers']:,} buffers, "
+        f"{model['flops_per_sample']:,} FLOPs per sample and forward pass"
+    )
+
+
+def partition(console: Console, federation: Federation, picture: Path | None) -> None:
+    console.print(partition_table(federation.dataset, federation.split))
+    if picture:
+        files(console, picture=picture)
+
+
+def partition_facts(federation: Federation) -> dict[str, Any]:
+    return {
+        "clients": federation.clients,
+        "eligible": len(federation.eligible),
+        "class_names": list(federation.dataset.class_names),
+        "counts": federation.split.counts(federation.dataset).tolist(),
+        "test_samples": federation.split.test_offsets.diff().tolist(),
+    }
+
+
+def partition_picture(federation: Federation, path: Path) -> Path:
+    counts = federation.split.counts(federation.dataset)
+    figure = partition_figure(counts, federation.dataset.class_names)
+    with writing(path):
+        return write_text(path, figure.to_html(include_plotlyjs=True))
+
+
+def models(console: Console, rows: list[dict[str, Any]], data: str) -> None:
+    table = _table(
+        "model", "what it is", "parameters", "FLOPs per\nsample", title=f"models, sized for {data}"
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        sizes = (f"{row['parameters']:,}", f"{row['flops_per_sample']:,}")
+        table.add_row(f"[bold]{escape(row['name'])}[/]", escape(row["says"]), *sizes)
+    console.print(table)
+
+
+def _table(*columns: str, title: str) -> Table:
+    """The first column is never broken."""
+    table = Table(
+        *columns, title=escape(title), title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
+        pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
+    table.columns[0].no_wrap = True
+    return table
