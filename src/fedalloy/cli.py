@@ -31,6 +31,7 @@ app = App(
     "A first look, with data that are built in: fedalloy compare fedavg fedprox --rounds 10",
     version=__version__,
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
 )
 
 Settings = Annotated[Config | None, Parameter(name="*")]
@@ -126,8 +127,8 @@ def compare(
 @app.command
 def methods(*, as_json: AsJson = False) -> None:
     """List the methods, with their papers and parameters, and the parts that can be added to them."""
-    found = {"methods": anatomy.recipes(), "parts": anatomy.parts()}
-    _print_json(found) if as_json else show.methods(console(), **found)
+    recipes, parts = anatomy.recipes(), anatomy.parts()
+    _print_json({"methods": recipes, "parts": parts}) if as_json else show.methods(console(), recipes, parts)
 
 
 @app.command
@@ -231,21 +232,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _fail(_sentence(error), 2)
+        complain(_sentence(error))
     except FedAlloyError as error:
-        _fail("; ".join([str(error), *getattr(error, "__notes__", [])]), 2)
+        complain("; ".join([str(error), *_notes(error)]))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        _fail(f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}", 2)
+        complain(f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}")
     except KeyboardInterrupt as error:
-        _fail("; ".join(["stopped", *getattr(error, "__notes__", [])]), 130)
+        complain("; ".join(_notes(error)) or "nothing was written", "stopped")
+        sys.exit(130)
+    else:
+        return
+    sys.exit(2)
 
 
-def _fail(sentence: str, code: int) -> None:
-    complain(sentence)
-    sys.exit(code)
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _sentence(error: CycloptsError) -> str:
@@ -259,7 +263,7 @@ def _sentence(error: CycloptsError) -> str:
         said = (
             f"{error.keyword} needs a value."
             if error.keyword
-            else f"{error.argument.name.lstrip('-').upper()} is missing."
+            else f"the {error.argument.name.lstrip('-').upper()} is missing."
         )
     else:
         said = str(error)

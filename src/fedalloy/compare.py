@@ -139,7 +139,7 @@ class Comparison:
                     changed = RunFolder(path).config.differences(self.config(method, seed))
                     if changed:
                         raise FedAlloyError(
-                            f"{path} was run with other settings ({'; '.join(changed)}); give another --out"
+                            f"{path} was run with other settings ({', '.join(changed)}); give another --out"
                         )
 
     def _setup(self, method: str, seed: int) -> Setup:

@@ -122,7 +122,7 @@ class Config(pydantic.BaseModel):
         """Settings that change the numbers and are not the same, as flags."""
         mine, theirs = self.model_dump(), other.model_dump()
         changed = [name for name in mine if name not in FREE and mine[name] != theirs[name]]
-        return [f"{flag(name)} {mine[name]}, not {theirs[name]}" for name in changed]
+        return [f"{flag(name)} {mine[name]} instead of {theirs[name]}" for name in changed]
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -26,10 +26,10 @@ def console(*, quiet: bool = False) -> Console:
     return Console(quiet=quiet, highlight=False, emoji=False)
 
 
-def complain(sentence: str, prefix: str = "[bold red]error:[/] ") -> None:
+def complain(sentence: str, head: str = "error") -> None:
     """One sentence on standard error."""
     line = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-    line.print(prefix + escape(sentence))
+    line.print(f"[bold red]{head}:[/] {escape(sentence)}")
 
 
 class Bar:
@@ -71,14 +71,14 @@ def progress(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
     """A bar on standard error for as long as the work lasts; without a terminal there is none."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=20),  # not the whole line, or the echo of Ctrl-C breaks it
         TextColumn("{task.fields[whole]}/{task.total}"),
         TextColumn("{task.fields[accuracy]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     error = Console(stderr=True, quiet=console.quiet, emoji=False)
-    with Progress(*columns, console=error, auto_refresh=False, transient=True, expand=True) as bar:
+    with Progress(*columns, console=error, auto_refresh=False, transient=True) as bar:
         yield Bar(bar, total, done)
 
 

@@ -1,5 +1,6 @@
 """What the commands print for people: tables and where files lie."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,34 +9,37 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedalloy import report
 from fedalloy.data.picture import partition_figure, partition_table
 from fedalloy.errors import writing
 from fedalloy.federation import Federation
-from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables, to_rich
+from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables
 from fedalloy.report.files import write_text
 from fedalloy.report.units import in_bytes
 from fedalloy.run import Result
 
+GAP = 2  # between columns
 
-def run(console: Console, result: Result, report: Path) -> None:
+
+def run(console: Console, result: Result, page: Path) -> None:
     config, summary = result.config, result.summary
     console.print(
         f"[bold]{escape(summary['title'])}[/] on {escape(config.data)}: {escape(summary['model'])}, "
         f"{config.clients} clients, {escape(config.skew)}, seed {config.seed}"
     )
     for table in run_tables(read_run(result.folder)):
-        console.print(to_rich(table))
+        _print(console, table)
     if summary["status"] == "diverged":
         console.print(
             f"[bold red]diverged[/] in round {summary['diverged_round']} of {config.rounds}: "
             f"the weights are no longer finite; try a smaller --lr than {config.lr:g}"
         )
-    files(console, folder=result.folder, report=report)
+    files(console, folder=result.folder, report=page)
 
 
 def comparison(console: Console, folder: Path) -> None:
     for table in comparison_tables(read_comparison(folder)):
-        console.print(to_rich(table))
+        _print(console, table)
     files(console, report=folder / "report.html", Markdown=folder / "table.md", LaTeX=folder / "table.tex")
 
 
@@ -127,6 +131,45 @@ def models(console: Console, rows: list[dict[str, Any]], data: str) -> None:
         sizes = (f"{row['parameters']:,}", f"{row['flops_per_sample']:,}")
         table.add_row(f"[bold]{escape(row['name'])}[/]", escape(row["says"]), *sizes)
     console.print(table)
+
+
+def _print(console: Console, table: report.Table) -> None:
+    """A table of results; one too wide for the terminal goes on below, so that no value is ever broken."""
+    for piece in _pieces(table, console.width):
+        drawn = report.to_rich(piece)
+        if sum(width + GAP for width in _widths(piece, str)) > console.width:
+            for column, width in zip(drawn.columns, _widths(piece, _longest_word), strict=True):
+                column.width = width
+        console.print(drawn)
+
+
+def _pieces(table: report.Table, room: int) -> list[report.Table]:
+    """As many columns in each as there is room for, always with the first; headings may be broken between words."""
+    needs = _widths(table, _longest_word)
+    groups = [[0]]
+    for column in range(1, len(needs)):
+        if len(groups[-1]) > 1 and sum(needs[at] + GAP for at in [*groups[-1], column]) > room:
+            groups.append([0])
+        groups[-1].append(column)
+    return [
+        report.Table(
+            table.title if group is groups[0] else "",
+            tuple(table.columns[at] for at in group),
+            tuple(tuple(row[at] for at in group) for row in table.rows),
+            table.notes if group is groups[-1] else (),
+        )
+        for group in groups
+    ]
+
+
+def _widths(table: report.Table, heading: Callable[[str], str]) -> list[int]:
+    columns = zip(*[[cell.text for cell in row] for row in table.rows], strict=True)
+    held = list(columns) or [()] * len(table.columns)
+    return [max(map(len, [heading(name), *cells])) for name, cells in zip(table.columns, held, strict=True)]
+
+
+def _longest_word(heading: str) -> str:
+    return max(heading.split(" "), key=len)
 
 
 def _table(*columns: str, title: str) -> Table:
