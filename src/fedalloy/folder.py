@@ -68,7 +68,7 @@ class RunFolder:
         if not file.exists():
             return []
         lines = file.read_bytes().split(b"\n")[:-1]  # what follows the last newline is a line half written
-        return [json.loads(line) for line in lines]
+        return [_parsed(line, f"line {n} of {file}", "start a new run") for n, line in enumerate(lines, 1)]
 
     def record(self, line: dict[str, Any]) -> None:
         append_line(self.path / "history.jsonl", json.dumps(line))
@@ -97,8 +97,7 @@ class RunFolder:
         file = self.path / "summary.json"
         if not file.exists():
             return None
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        return _parsed(file.read_bytes(), str(file), f"delete it, then 'fedalloy run --resume {self.path}'")
 
     def describe_partition(self, class_names: list[str], counts: list[list[int]]) -> None:
         """Training samples per client and class, for the report."""
@@ -107,3 +106,13 @@ class RunFolder:
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_whole(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+
+def _parsed(text: bytes, where: str, way_out: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise FedAlloyError(f"{where} is damaged; {way_out}")
+    return found
