@@ -174,6 +174,9 @@ def test_a_worker_that_dies_is_replaced_and_the_bits_are_the_same(
         assert all(alive(pid) for pid in engine.pids)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*use of fork:DeprecationWarning"
+)  # the killer is a thread of this process
 def test_kills_from_outside_cost_nothing_but_time(staged: Staged, workers: Callable[..., Workers]) -> None:
     """A thread kills workers at odd moments: idle, busy, and while they answer."""
     clean, stage = staged(), staged(_Trouble("sleep"))

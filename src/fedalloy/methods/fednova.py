@@ -65,7 +65,9 @@ class Normalised(Share):
         }
 
     def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
-        weights = [float(reply.samples) if reply.steps else 0.0 for reply in replies]  # tau_k = 0 is left out
+        weights = [
+            reply.samples * float(reply.items["share.tau"] > 0) for reply in replies
+        ]  # 0 steps: left out
         return weights if any(weights) else [1.0] * len(replies)
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:

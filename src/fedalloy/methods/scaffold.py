@@ -77,9 +77,10 @@ class Control(Mechanism):
         return {"steps": torch.tensor(float(client.steps))} if self.lean_upload else {"dc": dc}
 
     def absorb(self, server: Server, my: Box, reply: Reply) -> None:
-        if self.lean_upload and reply.steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
+        steps = float(reply.items["control.steps"]) if self.lean_upload else 0.0
+        if steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
             moved = reply.items["share.weights"] - server.weights
-            dc = -my.keep["c"] - moved / (reply.items["control.steps"] * server.local.rate(server.round))
+            dc = -my.keep["c"] - moved / (steps * server.local.rate(server.round))
             share = (
                 reply.samples / server.info.samples if self.agg_weights == "size" else 1 / server.info.clients
             )
