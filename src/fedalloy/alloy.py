@@ -234,6 +234,7 @@ def alloy(title: str, *pieces: Mechanism | Alloy, expression: str = "") -> Alloy
     flat: list[Mechanism] = []
     for piece in pieces:
         flat += [part for part in (piece if isinstance(piece, Alloy) else [piece]) if part not in flat]
+    flat.sort(key=lambda part: part.shares is None)  # who shares weights comes first: others build on them
     return Alloy(title, tuple(flat), expression)
 
 

@@ -87,7 +87,7 @@ def _term(node: ast.expr, text: str) -> Term:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
         parameters: dict[str, Literal] = {}
         for keyword in node.keywords:
-            if keyword.arg is None:
+            if keyword.arg is None or keyword.arg in parameters:
                 raise _malformed(text)
             parameters[keyword.arg] = _literal(keyword.value, text)
         return Term(_plain(node.func.id), parameters)

@@ -57,7 +57,9 @@ def checked(what: str, function: Callable[..., object], given: Mapping[str, Any]
 def _fitted(hint: Any, value: Any) -> Any:
     if value is None and typing.get_origin(hint) is Literal:
         value = "none"  # norm=none, without quotes, is read as None
-    return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True)).validate_python(value)
+    return pydantic.TypeAdapter(
+        hint, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+    ).validate_python(value)
 
 
 def expected(hint: Any) -> str:

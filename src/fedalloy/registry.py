@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fedalloy.alloy import Alloy, Mechanism, alloy
 from fedalloy.errors import FedAlloyError, unknown
-from fedalloy.expression import Term, parse, split
+from fedalloy.expression import Term, single, split
 from fedalloy.ranges import checked
 
 Family = Literal[
@@ -92,7 +92,7 @@ def make(text: str) -> Alloy:
 def _piece(word: str) -> Alloy | Mechanism:
     if ":" in word.partition("(")[0]:
         return _imported(word)
-    (term,) = parse(word)
+    term = single(word)
     if term.name in RECIPES:
         return RECIPES[term.name].make(**term.parameters)
     if term.name in parts():
@@ -104,13 +104,13 @@ def _piece(word: str) -> Alloy | Mechanism:
 def _imported(word: str) -> Alloy:
     """`package.module:function(mu=1)`: a user's own recipe."""
     module_name, _, rest = word.partition(":")
-    (term,) = parse(rest)
+    term = single(rest)
     name = rest.partition("(")[0].strip()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: '..x:y' and ':y'
         raise FedAlloyError(f"cannot import method {word!r}: {error}") from None
     try:
         inspect.signature(function).bind(**term.parameters)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedalloy.alloy import Alloy, Box, Slots, alloy
+from fedalloy.alloy import Alloy, Box, Names, Slots, alloy
 from fedalloy.client import Client, Local
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.fedprox import Prox
@@ -44,6 +44,10 @@ class Normalised(Share):
         return "share"  # it is the aggregation of weights
 
     @property
+    def gives(self) -> Names:
+        return super().gives - {"the clients' weights"}
+
+    @property
     def up(self) -> Slots:
         return {"update": Slot(increment=True), "buffers": Slot(shape=("buffers",)), "tau": Slot(shape=())}
 
@@ -55,10 +59,11 @@ class Normalised(Share):
     def finish(self, client: Client, my: Box) -> Items:
         prox = client.method.find(Prox)
         a = normaliser(client.local, client.lr, client.steps, prox.mu if prox else 0.0)
-        moved = client.weights.flat - client.received
+        span, buffers = client.weights.span(self.part), client.weights.buffer_span(self.part)
+        moved = client.weights.flat[span] - client.received[span]
         return {
             "update": moved / a if a else moved,
-            "buffers": self._sent(client.weights.buffers),
+            "buffers": self._sent(client.weights.buffers[buffers]),
             "tau": torch.tensor(
                 float(client.steps) if prox and prox.mu else a
             ),  # the authors' tau_eff with a prox term

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
 from fedalloy.client import Client, Step
+from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.ranges import AtLeastOne, Fraction, NonNegative
 from fedalloy.registry import recipe
@@ -42,6 +43,10 @@ class Stragglers(Mechanism):
     epochs: tuple[AtLeastOne, ...] = ()
 
     def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase] | None:
+        if client.local.steps is not None:
+            raise FedAlloyError(
+                "stragglers save epochs, but local work is counted in steps; leave --steps out"
+            )
         if self.epochs:
             return [Phase(self.epochs[client.id % len(self.epochs)])]
         dice = client.rng("stragglers")

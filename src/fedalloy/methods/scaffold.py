@@ -34,7 +34,8 @@ class Control(Mechanism):
 
     @property
     def needs(self) -> Names:
-        return frozenset({"global model", f"{self.agg_weights} weights"})
+        lean = {"the clients' weights"} if self.lean_upload else set()
+        return frozenset({"global model", f"{self.agg_weights} weights"} | lean)
 
     @property
     def down(self) -> Slots:
