@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedalloy.alloy import Box, Mechanism, alloy
 from fedalloy.client import Step
+from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, fedprox
 from fedalloy.methods.fedprox import Prox, Stragglers
@@ -166,3 +167,10 @@ def test_straggler_extremes(fraction: float, epochs: int, done: set[int]) -> Non
 
 def test_stragglers_are_off_by_default() -> None:
     assert fedprox().find(Stragglers) is None
+
+
+@pytest.mark.parametrize("settings", [{"straggler_fraction": 0.5}, {"local_epochs": (1, 2)}])
+def test_inexact_work_is_counted_in_epochs(settings: dict[str, Any]) -> None:
+    """A fixed number of steps would quietly overrule the stragglers."""
+    with pytest.raises(FedAlloyError, match="steps"):
+        Lab(fedprox(**settings), shards(32, 32), steps=3, lr=0.1).round()
