@@ -230,7 +230,7 @@ def models(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: errors that the user can mend end in one sentence and exit code 2."""
     try:
-        app(arguments, exit_on_error=False, print_error=False)
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
         complain(_sentence(error))
     except FedAlloyError as error:
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        complain(f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}")
+        complain(f"{error.filename or 'standard output'}: {(error.strerror or str(error)).lower()}")
     except KeyboardInterrupt as error:
         complain("; ".join(_notes(error)) or "nothing was written", "stopped")
         sys.exit(130)

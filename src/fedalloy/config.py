@@ -29,47 +29,61 @@ class Config(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: str = Field(
-        "fedavg",
+        default="fedavg",
         description="A method, such as 'fedprox(mu=0.1)', or a sum, such as 'moon+prox'; see 'fedalloy methods'.",
     )
-    data: str = Field("digits", description="A data set: digits is built in, others lie in --data-root.")
+    data: str = Field(
+        default="digits", description="A data set: digits is built in, others lie in --data-root."
+    )
     data_root: str | None = Field(
-        None, description="The folder that holds NAME.npz, NAME/ (images), NAME.csv or NAME.parquet."
+        default=None, description="The folder that holds NAME.npz, NAME/ (images), NAME.csv or NAME.parquet."
     )
     model: str = Field(
-        "mlp",
+        default="mlp",
         description="A model, such as 'cnn', or your own as 'package.module:factory'; see 'fedalloy models'.",
     )
     models: str | None = Field(
-        None,
+        default=None,
         description="Several models in place of one, such as 'mlp,cnn': client k gets number k, over and over.",
     )
-    clients: AtLeastOne = Field(10, description="How many clients.")
+    clients: AtLeastOne = Field(default=10, description="How many clients.")
     skew: str = Field(
-        "dirichlet:0.1",
+        default="dirichlet:0.1",
         description="How unlike the clients' data are: iid, dirichlet:ALPHA (small is harsh), "
         "pathological:CLASSES, quantity:BETA or domain.",
     )
-    test_share: Rest = Field(0.0, description="Share of its data that each client holds out for testing.")
-    augment: str = Field("none", description="none, crop:PIXELS, flip, or 'crop:4,flip'.")
-    participation: Share = Field(1.0, description="Share of the clients that take part in a round.")
-    rounds: AtLeastOne = Field(20, description="How many rounds.")
-    epochs: AtLeastOne = Field(1, description="Local epochs in a round.")
-    steps: AtLeastOne | None = Field(None, description="Local steps in a round, in place of epochs.")
-    batch: AtLeastOne = Field(32, description="Batch size.")
-    lr: Positive = Field(0.05, description="Learning rate of the clients.")
-    lr_decay: Share = Field(1.0, description="The learning rate is multiplied by this after every round.")
-    momentum: Momentum = Field(0.0, description="Momentum of SGD.")
-    weight_decay: NonNegative = Field(0.0, description="Weight decay.")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="The clients' optimiser.")
-    seed: Annotated[int, Ge(0)] = Field(0, description="Seed of everything that is drawn.")
-    eval_every: AtLeastOne = Field(1, description="Evaluate every so many rounds, and after the last.")
-    eval_clients: AtLeastOne | None = Field(None, description="Evaluate at most so many personal models.")
-    personal_on_global: bool = Field(True, description="Also try personal models on the global test set.")
-    checkpoint_every: AtLeastOne = Field(1, description="Write a checkpoint every so many rounds.")
-    engine: Literal["inline", "workers"] = Field("workers", description="One process, or one per core.")
-    workers: AtLeastOne | None = Field(None, description="Worker processes; one per core by default.")
-    timeout: Positive = Field(3600.0, description="Seconds that a client may take.")
+    test_share: Rest = Field(
+        default=0.0, description="Share of its data that each client holds out for testing."
+    )
+    augment: str = Field(default="none", description="none, crop:PIXELS, flip, or 'crop:4,flip'.")
+    participation: Share = Field(default=1.0, description="Share of the clients that take part in a round.")
+    rounds: AtLeastOne = Field(default=20, description="How many rounds.")
+    epochs: AtLeastOne = Field(default=1, description="Local epochs in a round.")
+    steps: AtLeastOne | None = Field(default=None, description="Local steps in a round, in place of epochs.")
+    batch: AtLeastOne = Field(default=32, description="Batch size.")
+    lr: Positive = Field(default=0.05, description="Learning rate of the clients.")
+    lr_decay: Share = Field(
+        default=1.0, description="The learning rate is multiplied by this after every round."
+    )
+    momentum: Momentum = Field(default=0.0, description="Momentum of SGD.")
+    weight_decay: NonNegative = Field(default=0.0, description="Weight decay.")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="The clients' optimiser.")
+    seed: Annotated[int, Ge(0)] = Field(default=0, description="Seed of everything that is drawn.")
+    eval_every: AtLeastOne = Field(
+        default=1, description="Evaluate every so many rounds, and after the last."
+    )
+    eval_clients: AtLeastOne | None = Field(
+        default=None, description="Evaluate at most so many personal models."
+    )
+    personal_on_global: bool = Field(
+        default=True, description="Also try personal models on the global test set."
+    )
+    checkpoint_every: AtLeastOne = Field(default=1, description="Write a checkpoint every so many rounds.")
+    engine: Literal["inline", "workers"] = Field(
+        default="workers", description="One process, or one per core."
+    )
+    workers: AtLeastOne | None = Field(default=None, description="Worker processes; one per core by default.")
+    timeout: Positive = Field(default=3600.0, description="Seconds that a client may take.")
 
     @pydantic.field_validator("models")
     @classmethod

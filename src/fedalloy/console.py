@@ -77,8 +77,9 @@ def progress(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    error = Console(stderr=True, quiet=console.quiet, emoji=False)
-    with Progress(*columns, console=error, auto_refresh=False, transient=True) as bar:
+    error = Console(stderr=True, emoji=False)
+    hidden = console.quiet or not error.is_terminal
+    with Progress(*columns, console=error, auto_refresh=False, transient=True, disable=hidden) as bar:
         yield Bar(bar, total, done)
 
 

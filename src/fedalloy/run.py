@@ -8,6 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Result:
     config: Config
     history: list[Record]
     summary: Record
-    _room: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)  # goes with the result
+    _room: "Room | None" = field(default=None, repr=False)  # goes with the result
 
     @property
     def accuracy(self) -> float | None:
@@ -122,8 +123,8 @@ def train(
     """
     alloy = registry.make(method) if isinstance(method, str) else method
     values = {**federation.origin, "model": model, "method": alloy.expression, **settings}
-    room = tempfile.TemporaryDirectory(prefix="fedalloy-") if out is None else None
-    path = Path(room.name) / "run" if room else Path(str(out))
+    room = Room() if out is None else None
+    path = room.path / "run" if room else Path(str(out))
     setup = Setup(Config.of(values), federation, alloy)
     folder = RunFolder.create(path, setup.config)
     return play(setup, folder, room=room)
@@ -160,7 +161,7 @@ def play(
     folder: RunFolder,
     on_round: OnRound | None = None,
     on_reply: OnReply | None = None,
-    room: "tempfile.TemporaryDirectory[str] | None" = None,
+    room: "Room | None" = None,
 ) -> Result:
     """All rounds from the folder's last checkpoint to the end."""
     with folder.locked(), one_thread():
@@ -313,6 +314,14 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Room:
+    """A temporary folder that is gone when nobody holds it any more."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="fedalloy-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 class Waiting:
