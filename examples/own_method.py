@@ -57,5 +57,5 @@ def fedcm(alpha: Fraction = 0.1) -> fa.Alloy:
 if __name__ == "__main__":
     fed = fa.federate("digits", clients=10, skew="dirichlet:0.1", seed=0)
     for method in ("fedavg", "fedcm(alpha=0.3)", "fedcm(alpha=0.3)+prox(mu=0.1)"):
-        result = fa.train(fed, model="mlp", method=method, rounds=10, epochs=2, lr=0.1, engine="inline")
+        result = fa.train(fed, model="mlp", method=method, rounds=6, epochs=2, lr=0.1, engine="inline")
         print(f"{result.summary['title']:16} {result.accuracy:.1%}")

@@ -1,4 +1,4 @@
-"""Every example runs as it stands, in a folder of its own; the ones that name a command keep that promise."""
+"""Every example runs as it stands, in a folder of its own. The commands they name are run by `test_docs.py`."""
 
 import os
 import subprocess
@@ -14,11 +14,6 @@ EXAMPLES = {
     "own_method.py": "FedCM + Prox",
     "own_model.py": "3,818 parameters",
     "own_data.py": "from memory: 700 training samples",
-}
-COMMANDS = {
-    "own_method.py": ["--method", "examples.own_method:fedcm(alpha=0.3)", "--rounds", "2"],
-    "own_model.py": ["--model", "examples.own_model:small_net", "--rounds", "2"],
-    "own_data.py": ["--data", "clouds", "--data-root", "data", "--rounds", "2"],
 }
 
 
@@ -42,12 +37,11 @@ def test_every_example_is_here() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name: str, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert EXAMPLES[name] in played(tmp_path, str(ROOT / "examples" / name))
-    if name in COMMANDS:
+    if name == "own_data.py":  # what it wrote is also read by the command that it names
+        words = ["run", "--data", "clouds", "--data-root", "data"]
+        assert f"fedalloy {' '.join(words)}" in (ROOT / "examples" / name).read_text()
         said = played(
-            tmp_path, "-c", "from fedalloy.cli import main; main()", "run", "--json", *COMMANDS[name]
+            tmp_path, "-c", "from fedalloy.cli import main; main()", *words, "--rounds", "2", "--json"
         )
         assert '"status": "finished"' in said
-        written = (ROOT / "examples" / name).read_text()
-        assert all(word in written for word in COMMANDS[name][:2])
