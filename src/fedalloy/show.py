@@ -99,7 +99,12 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
 
 
 def partition(console: Console, federation: Federation, picture: Path | None) -> None:
-    console.print(partition_table(federation.dataset, federation.split))
+    table = partition_table(federation.dataset, federation.split)
+    table.box, table.padding = (
+        rich.box.SIMPLE_HEAD,
+        (0, 0),
+    )  # a column for each class needs all the room there is
+    console.print(table)
     if picture:
         files(console, picture=picture)
 
@@ -135,12 +140,15 @@ def models(console: Console, rows: list[dict[str, Any]], data: str) -> None:
 
 def _print(console: Console, table: report.Table) -> None:
     """A table of results; one too wide for the terminal goes on below, so that no value is ever broken."""
+    console.print(f"\n[bold]{escape(table.title)}[/]")
     for piece in _pieces(table, console.width):
         drawn = report.to_rich(piece)
         if sum(width + GAP for width in _widths(piece, str)) > console.width:
             for column, width in zip(drawn.columns, _widths(piece, _longest_word), strict=True):
                 column.width = width
         console.print(drawn)
+    for note in table.notes:
+        console.print(f"[dim]{escape(note)}[/]")
 
 
 def _pieces(table: report.Table, room: int) -> list[report.Table]:
@@ -153,10 +161,9 @@ def _pieces(table: report.Table, room: int) -> list[report.Table]:
         groups[-1].append(column)
     return [
         report.Table(
-            table.title if group is groups[0] else "",
+            "",
             tuple(table.columns[at] for at in group),
             tuple(tuple(row[at] for at in group) for row in table.rows),
-            table.notes if group is groups[-1] else (),
         )
         for group in groups
     ]

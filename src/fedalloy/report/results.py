@@ -67,8 +67,14 @@ def _run_costs(run: Run) -> list[tuple[str, str]]:
 
 def _accuracy_table(comparison: Comparison, measure: str) -> Table:
     first, *_ = judged = results(comparison, measure)
-    # A method that ran but does not take this measure has no row; one that has yet to run keeps its own.
-    found = [result for result in judged if result.best is not None or result.seeds == 0]
+    # A method that ran but does not take this measure has no row; one that has yet to run keeps its own, and so
+    # does one that diverged before its first evaluation.
+    ours = [{run.metric for run in comparison.complete(method).values()} for method in comparison.methods]
+    found = [
+        result
+        for result, measures in zip(judged, ours, strict=True)
+        if result.best is not None or not measures or measure in measures
+    ]
     planned = len(comparison.seeds)
     columns = {
         "Method": _names(found),
