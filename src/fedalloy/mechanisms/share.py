@@ -19,7 +19,8 @@ class Share(Mechanism):
 
     `agg_weights`: p_k by "size" (n_k over the participants' total) or "uniform".
     `buffers` (BatchNorm statistics): "average" like the weights, "local" (each client keeps its own, nothing is
-    sent) or "drop" (back to their initial values in every round).
+    sent) or "drop" (back to their initial values in every round); without an average the global model is evaluated
+    with the initial statistics.
     """
 
     part: str = ""

@@ -70,9 +70,10 @@ class Normalised(Share):
         }
 
     def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
-        weights = [
-            reply.samples * float(reply.items["share.tau"] > 0) for reply in replies
-        ]  # 0 steps: left out
+        sizes = [reply.samples if self.agg_weights == "size" else 1 for reply in replies]
+        weights = [  # tau_k = 0 is left out
+            size * float(reply.items["share.tau"] > 0) for size, reply in zip(sizes, replies, strict=True)
+        ]
         return weights if any(weights) else [1.0] * len(replies)
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
