@@ -80,6 +80,11 @@ class Mechanism:
         return NOTHING
 
     @property
+    def brings(self) -> tuple[Mechanism, ...]:
+        """Parts that come along wherever this one is added."""
+        return ()
+
+    @property
     def label(self) -> str:
         """The name of this instance on the wire; two of a kind must differ here."""
         return type(self).__name__.lower()
@@ -233,7 +238,8 @@ def alloy(title: str, *pieces: Mechanism | Alloy, expression: str = "") -> Alloy
     """Join mechanisms and alloys; equal parts merge, impossible combinations raise `AlloyConflict`."""
     flat: list[Mechanism] = []
     for piece in pieces:
-        flat += [part for part in (piece if isinstance(piece, Alloy) else [piece]) if part not in flat]
+        for part in piece if isinstance(piece, Alloy) else [piece]:
+            flat += [one for one in (*part.brings, part) if one not in flat]
     flat.sort(key=lambda part: part.shares is None)  # who shares weights comes first: others build on them
     return Alloy(title, tuple(flat), expression)
 

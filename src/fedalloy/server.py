@@ -181,7 +181,10 @@ class Fold:
                 self._all[key][reply.client] = value
             elif slot.reduce == "class_mean":
                 counts = reply.items[f"{piece.label}.{slot.counts}"].double()
-                self._accumulate(key, value.double() * _rows(counts, value), counts)
+                rows = value.new_zeros(len(counts), *value.shape[1:], dtype=torch.float64)
+                rows[counts > 0] = value.double() if slot.shape[0] == "held" else value[counts > 0].double()
+                weights = (counts > 0).double() if slot.uniform else counts
+                self._accumulate(key, rows * _rows(weights, rows), weights)
             else:
                 scale = weight if slot.reduce == "mean" else 1.0
                 self._accumulate(key, value.double() * scale, torch.tensor(scale, dtype=torch.float64))

@@ -99,6 +99,7 @@ class Site:
             "weights": span.stop - span.start,
             "buffers": buffers.stop - buffers.start if keeps_buffers else 0,
             "classes": self.inputs.classes,
+            "held": self.inputs.classes,
             "features": self.net.width,
         }
 

@@ -30,7 +30,8 @@ class Slot:
 
     `reduce` says how the server folds the clients' values: `mean` by the aggregation weights, `uniform`,
     `sum`, `class_mean` row by row by the class counts in the slot `counts`, `all` hands over every value.
-    Dimensions are numbers or names that a site resolves: "weights", "buffers", "classes", "features".
+    Dimensions are numbers or names that a site resolves: "weights", "buffers", "classes", "features". A first
+    dimension "held" is as long as the classes that a client holds: one row for each positive class count.
     """
 
     reduce: Reduce = "mean"
@@ -38,6 +39,7 @@ class Slot:
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     increment: bool = False  # an additive update, so that codecs may compress it
     counts: str = ""  # class_mean only: the slot that holds the class counts
+    uniform: bool = False  # class_mean only: every holder of a class counts the same
 
     @property
     def itemsize(self) -> int:
@@ -46,10 +48,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Spec:
-    """A slot at a given site: its exact shape."""
+    """A slot at a given site: its exact shape; of a slot with rows for held classes the largest."""
 
     slot: Slot
     shape: tuple[int, ...]
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        if self.slot.shape[:1] != ("held",):
+            return shape == self.shape
+        return len(shape) == len(self.shape) and shape[0] <= self.shape[0] and shape[1:] == self.shape[1:]
 
     @property
     def bytes(self) -> int:
@@ -97,17 +104,26 @@ def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str
         value = reply.items[key]
         if value.dtype != spec.slot.dtype:
             return f"{key} is {_short(value.dtype)}, declared {_short(spec.slot.dtype)}"
-        if tuple(value.shape) != spec.shape:
+        if not spec.fits(tuple(value.shape)):
             return f"{key} has shape {tuple(value.shape)}, declared {spec.shape}"
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             return f"{key} is not finite"
     for key, spec in declared.items():
-        if spec.slot.reduce == "class_mean":
-            counts = reply.items[f"{key.rpartition('.')[0]}.{spec.slot.counts}"]
-            if bool(((counts < 0) | (counts > MOST_SAMPLES)).any()):
-                return f"claims impossible counts for {key}"
+        if spec.slot.reduce == "class_mean" and (why := _class_refusal(reply, key, spec.slot)):
+            return why
     if not math.isfinite(reply.loss):
         return "its training loss is not finite"
+    return None
+
+
+def _class_refusal(reply: Reply, key: str, slot: Slot) -> str | None:
+    """Class counts must be believable, and there must be a row for each class that is held."""
+    counts = reply.items[f"{key.rpartition('.')[0]}.{slot.counts}"]
+    if bool(((counts < 0) | (counts > MOST_SAMPLES)).any()):
+        return f"claims impossible counts for {key}"
+    held = int((counts > 0).sum())
+    if slot.shape[0] == "held" and len(reply.items[key]) != held:
+        return f"{key} has {len(reply.items[key])} rows for {held} classes"
     return None
 
 

@@ -1,11 +1,16 @@
 """One file per paper: the mechanisms it introduced, then its recipe."""
 
+from fedalloy.methods.balancedsoftmax import balancedsoftmax
 from fedalloy.methods.fedavg import fedavg
+from fedalloy.methods.fedblade import fedblade
+from fedalloy.methods.feddecorr import feddecorr
+from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
+from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
 
-__all__ = ["fedavg", "feddyn", "fednova", "fedprox", "local", "moon", "scaffold"]
+__all__ = ["balancedsoftmax","fedavg", "fedblade","feddecorr","feddw","feddyn","fedetf", "fednova", "fedprox", "local", "moon", "scaffold"]

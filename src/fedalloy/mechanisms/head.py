@@ -1,0 +1,25 @@
+"""HeadWithoutBias: the last linear layer keeps its weights and loses its bias."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedalloy.alloy import Mechanism
+from fedalloy.errors import FedAlloyError
+from fedalloy.site import Site
+
+
+@dataclass(frozen=True)
+class HeadWithoutBias(Mechanism):
+    """Class scores are inner products with the class weights, and nothing else."""
+
+    claims = frozenset({"the head's bias"})
+    gives = frozenset({"class weights"})
+
+    def build(self, site: Site) -> None:
+        head = site.net.head
+        if not isinstance(head, nn.Linear):
+            raise FedAlloyError(f"{self} needs a linear head; {site.model} has {type(head).__name__}")
+        bare = nn.Linear(head.in_features, head.out_features, bias=False)
+        bare.weight = head.weight
+        site.net.head = bare

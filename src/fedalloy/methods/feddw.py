@@ -1,0 +1,62 @@
+"""FedDW: the classifier's class relations are tied to the global soft labels.
+
+Liu et al. 2024, arXiv 2412.04521.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.class_means import ClassMeans
+from fedalloy.mechanisms.head import HeadWithoutBias
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive
+from fedalloy.registry import recipe
+
+
+@dataclass(frozen=True)
+class DW(Mechanism):
+    """L = L_cla + mu/C^2 ||Omega - softmax(omega omega^T)||_F^2 (Eqs 3, 11, 12); Omega is a constant of the round.
+
+    `mu_decay` divides mu by this every `mu_decay_every` rounds; `sl_momentum` keeps a share of the old soft labels.
+    Both are in the authors' released code and not in the paper.
+    """
+
+    mu: NonNegative = 0.1
+    sl_momentum: Momentum = 0.0
+    mu_decay: Positive = 1.0
+    mu_decay_every: AtLeastOne = 9
+
+    needs = frozenset({"shared weights", "class means of probabilities", "class weights"})
+
+    @property
+    def brings(self) -> tuple[Mechanism, ...]:
+        return HeadWithoutBias(), ClassMeans("probabilities", self.sl_momentum, identity=True)  # Omega_1 = I
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["omega"] = client.box(self.brings[1]).got["means"]
+        my.memo["mu"] = self.mu / self.mu_decay ** ((client.round - 1) // self.mu_decay_every)
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        if not my.memo["mu"]:
+            return None
+        loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(step.client.net.head.weight), my.memo["omega"])
+        return loss
+
+
+def class_relations(omega: Tensor) -> Tensor:
+    """softmax over each row of omega omega^T (Eq 3)."""
+    return (omega @ omega.T).softmax(1)
+
+
+@recipe("FedDW", family="representation", paper="Liu et al., 2024, arXiv 2412.04521")
+def feddw(
+    mu: NonNegative = 0.1,
+    sl_momentum: Momentum = 0.0,
+    mu_decay: Positive = 1.0,
+    mu_decay_every: AtLeastOne = 9,
+) -> Alloy:
+    return alloy("FedDW", Share(), DW(mu, sl_momentum, mu_decay, mu_decay_every))
