@@ -146,12 +146,12 @@ class Client:
         return self.site.frozen(flat, buffers)
 
     @torch.no_grad()
-    def outputs(self, x: Tensor) -> Iterator[Outputs]:
-        """The model as it stands over stored samples: eval mode, no augmentation, no gradient."""
+    def outputs(self, x: Tensor, frozen: Frozen | None = None) -> Iterator[Outputs]:
+        """The model as it stands, or a frozen one, over stored samples: eval mode, no augmentation, no gradient."""
         training = self.net.training
         self.net.eval()
         for batch in torch.split(x, EVAL_BATCH):
-            yield self.net(self.data.prepare(batch, None))
+            yield (frozen or self.net)(self.data.prepare(batch, None))
         self.net.train(training)
 
     def full_gradient(self, flat: Tensor) -> Tensor:

@@ -29,9 +29,12 @@ def seeded(*counter: int | str) -> Iterator[None]:
 class Site:
     """A net, its flat weights and its initial state."""
 
-    def __init__(self, method: Alloy, model: str, inputs: Inputs, seed: int) -> None:
+    def __init__(
+        self, method: Alloy, model: str, inputs: Inputs, seed: int, models: tuple[str, ...] = ()
+    ) -> None:
         self.method = method
         self.model = model
+        self.models = models or (model,)  # all architectures of the federation
         self.inputs = inputs
         self.seed = seed
         with seeded(seed, "init", model):
@@ -154,7 +157,7 @@ class Sites:
 
     def named(self, model: str) -> Site:
         if model not in self._built:
-            self._built[model] = Site(self.method, model, self.inputs, self.seed)
+            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models)
         return self._built[model]
 
     def check(self) -> None:

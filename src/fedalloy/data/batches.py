@@ -85,11 +85,15 @@ class Prepare:
                 )
         return Prepare(dataset.kind, dataset.mean, dataset.std, augment.crop, augment.flip)
 
+    @property
+    def augments(self) -> bool:
+        return self.kind == "image" and bool(self.crop or self.flip)
+
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Float32 images or vectors, int64 tokens; with a generator, the one source of chance, augmented."""
         if self.kind == "tokens":
             return x.long()
-        if self.kind == "image" and generator is not None and (self.crop or self.flip):
+        if self.augments and generator is not None:
             x = self._augmented(x, generator)
         centre, width = self._scale
         return x.to(torch.float32, copy=True).sub_(centre.to(x.device)).div_(width.to(x.device))

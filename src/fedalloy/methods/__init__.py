@@ -9,8 +9,10 @@ from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
+from fedalloy.methods.fedrda import fedrda
+from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
 
-__all__ = ["balancedsoftmax","fedavg", "fedblade","feddecorr","feddw","feddyn","fedetf", "fednova", "fedprox", "local", "moon", "scaffold"]
+__all__ = ["balancedsoftmax","fedavg", "fedblade","feddecorr","feddw","feddyn","fedetf", "fednova", "fedprox", "fedrda", "fedsce", "local", "moon", "scaffold"]

@@ -1,0 +1,25 @@
+"""Auxiliary: a second, common model beside the client's own, for federations of different architectures."""
+
+from dataclasses import dataclass
+
+from fedalloy import nets
+from fedalloy.alloy import Mechanism
+from fedalloy.site import Site
+
+
+@dataclass(frozen=True)
+class Auxiliary(Mechanism):
+    """Every client also holds `net.aux`; by default the smallest of the federation's architectures."""
+
+    model: str | None = None
+
+    claims = frozenset({"the auxiliary model"})
+    gives = frozenset({"an auxiliary model"})
+
+    def build(self, site: Site) -> None:
+        site.net.aux = nets.build(self.model or smallest(site), site.inputs)
+
+
+def smallest(site: Site) -> str:
+    """The federation's architecture with the fewest parameters."""
+    return min(site.models, key=lambda model: nets.size_of(model, site.inputs).parameters)

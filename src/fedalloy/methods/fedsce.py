@@ -1,0 +1,156 @@
+"""FedSCE: subspace-constrained local training and contribution-weighted averaging of an auxiliary model.
+
+Zhang et al. CVPR 2025, pp. 20632-20642.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.auxiliary import Auxiliary
+from fedalloy.mechanisms.share import Share
+from fedalloy.random import generator
+from fedalloy.ranges import AtLeastOne, NonNegative
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.site import Site
+from fedalloy.wire import Items, Reply, Slot
+
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+def divergence(a: Tensor, b: Tensor) -> Tensor:
+    """KL(softmax(a) || softmax(b)), batch mean (Eq 5)."""
+    return F.kl_div(b.log_softmax(1), a.log_softmax(1), reduction="batchmean", log_target=True)
+
+
+@dataclass(frozen=True)
+class Mutual(Mechanism):
+    """The two models learn from each other: KL / (L_g^ce + L_l^ce), partner and denominator constant (Eqs 4-6)."""
+
+    adaptive: bool = True  # False: the KL terms are not divided
+    distil: bool = True  # False: the auxiliary model learns from the labels alone
+
+    needs = frozenset({"an auxiliary model"})
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        q_l, q_g = step.out.logits, step.client.net.aux(step.x).logits
+        ce_g = F.cross_entropy(q_g, step.y)
+        if not self.distil:
+            return ce_g
+        scale = (ce_g + F.cross_entropy(q_l, step.y)).detach() if self.adaptive else 1.0
+        kl_g, kl_l = divergence(q_l.detach(), q_g), divergence(q_g.detach(), q_l)
+        return ce_g + (kl_g + kl_l) / scale  # the gradients do not mix: each KL reaches one model
+
+
+@dataclass(frozen=True)
+class SubspaceConstraint(Mechanism):
+    """mu ||P P^T delta - delta||^2 on the last p layers, delta the move since the round began (Eqs 7, 9, 10).
+
+    Its gradient is 2 mu (I - P P^T) delta. P starts as a random orthonormal basis of rank R; every s rounds it becomes
+    the first R left singular vectors of [P, delta] (Eq 8). It never leaves the client.
+    """
+
+    mu: NonNegative = 5.0
+    p: AtLeastOne = 5
+    rank: AtLeastOne = 3
+    every: AtLeastOne = 3
+
+    def build(self, site: Site) -> None:
+        layers = constrained_layers(site.net)
+        if self.p > len(layers) / 2:
+            warnings.warn(
+                f"the subspace constraint covers {min(self.p, len(layers))} of the {len(layers)} layers of {site.model}; "
+                "for small nets start from p <= 2 and mu <= 0.1",
+                stacklevel=2,
+            )
+
+    def born(self, client: Client, my: Box) -> None:
+        span = self._span(client)
+        draw = torch.randn(span.stop - span.start, self.rank, generator=generator(client.seed, client.id, "subspace"))
+        my.keep["P"] = torch.linalg.qr(draw).Q
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        g = oracle(step)
+        if self.mu:
+            delta, basis = self._moved(step.client), my.keep["P"]
+            g[self._span(step.client)] += 2 * self.mu * (delta - basis @ (basis.T @ delta))
+        return g
+
+    def finish(self, client: Client, my: Box) -> Items:
+        if (client.round - 1) % self.every == 0:
+            pair = torch.cat([my.keep["P"], self._moved(client)[:, None]], dim=1)
+            my.keep["P"] = torch.linalg.svd(pair, full_matrices=False).U[:, : self.rank].contiguous()
+        return {}
+
+    def _span(self, client: Client) -> slice:
+        first = constrained_layers(client.net)[-self.p :][0]
+        start = client.weights.layout.span(first).start
+        return slice(start, client.weights.span("main").stop)
+
+    def _moved(self, client: Client) -> Tensor:
+        span = self._span(client)
+        return client.weights.flat[span] - client.received[span]
+
+
+def constrained_layers(net: nn.Module) -> list[str]:
+    """Names of the parameterised layers of a client's own model, towards the output."""
+    return [name for name, m in net.named_modules() if isinstance(m, LAYERS) and not name.startswith("aux.")]
+
+
+@dataclass(frozen=True)
+class Contribution(Mechanism):
+    """W_m from how far a client moved the auxiliary model, in parameters (F_1) and in features (F_2) (Eqs 13-15)."""
+
+    squared: bool = False  # F_2 as the sum of squared distances (Algorithm 1) in place of its root
+
+    needs = frozenset({"an auxiliary model", "size weights"})
+
+    @property
+    def up(self) -> Slots:
+        return {"moved": Slot("all", ()), "shifted": Slot("all", ())}
+
+    def finish(self, client: Client, my: Box) -> Items:
+        span = client.weights.span("aux")
+        moved = (client.weights.flat[span] - client.received[span]).norm()
+        before = client.frozen(client.received, client.received_buffers).net.aux
+        total = torch.zeros((), dtype=torch.float64)
+        for x in torch.split(client.data.x, 512):
+            batch = client.data.prepare(x, None)
+            total += (client.net.aux(batch).features - before(batch).features).double().square().sum()
+        return {"moved": moved, "shifted": (total if self.squared else total.sqrt()).float()}
+
+    def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
+        shares = [contributions([float(r.items[f"contribution.{key}"]) for r in replies]) for key in self.up]
+        return [sum(both) / 2 for both in zip(*shares, strict=True)]
+
+
+def contributions(values: Sequence[float]) -> list[float]:
+    """F / sum F (Eq 14); equal shares where nobody moved."""
+    total = sum(values)
+    return [value / total for value in values] if total > 0 else [1 / len(values)] * len(values)
+
+
+@recipe("FedSCE", family="different models", paper="Zhang et al., CVPR 2025")
+def fedsce(
+    mu: NonNegative = 5.0,
+    p: AtLeastOne = 5,
+    rank: AtLeastOne = 3,
+    every: AtLeastOne = 3,
+    aux: str | None = None,
+    subspace: bool = True,
+    mutual: bool = True,
+    contribution: bool = True,
+    adaptive: bool = True,
+    squared: bool = False,
+) -> Alloy:
+    share = Share(part="aux", agg_weights="size" if contribution else "uniform")
+    constraint = [SubspaceConstraint(mu, p, rank, every)] if subspace else []
+    weights = [Contribution(squared)] if contribution else []
+    return alloy("FedSCE", share, Auxiliary(aux), Mutual(adaptive, mutual), *constraint, *weights)
