@@ -90,6 +90,11 @@ class Mechanism:
         return type(self).__name__.lower()
 
     @property
+    def outermost(self) -> bool:
+        """Whether its gradient wrapper goes around all others, whatever the order of the parts."""
+        return False
+
+    @property
     def everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
         return False
@@ -139,6 +144,19 @@ class Mechanism:
         """Scores in place of the logits when a personal model is evaluated."""
         return None
 
+    # On the way, where values that are declared additive may travel compressed (a claim).
+    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+        """A flat vector of additive values, compressed."""
+        return value
+
+    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+        """What the other end makes of `encode`."""
+        return coded
+
+    def coded_size(self, site: Site) -> int:
+        """The length of an encoded vector."""
+        return len(site.initial)
+
     # At the server.
     def open(self, server: Server, my: Box) -> None:
         """Before the first round."""
@@ -177,6 +195,7 @@ CLAIMED_HOOKS = {
     "phases": "the phases of local training",
     "weigh": "the aggregation weights",
     "predict": "the prediction",
+    "encode": "the compression",
 }
 
 
@@ -210,7 +229,8 @@ class Alloy:
 
     def with_hook(self, hook: str) -> tuple[Mechanism, ...]:
         """The mechanisms that do something at a hook, in order."""
-        return tuple(piece for piece in self.pieces if piece.has(hook))
+        found = [piece for piece in self.pieces if piece.has(hook)]
+        return tuple(sorted(found, key=lambda piece: piece.outermost)) if hook == "gradient" else tuple(found)
 
     def claimant(self, hook: str) -> Mechanism | None:
         """The one mechanism that claims a hook."""

@@ -117,8 +117,9 @@ class Client:
         self.seed = seed
         self.steps = 0
         self.seen = 0
+        items = site.unpack("down", mail.items, site.initial, mail.round)
         self.boxes = {
-            piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(mail.items, piece.label))
+            piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(items, piece.label))
             for piece in method
         }
         site.reset()
@@ -194,7 +195,11 @@ class Client:
                 f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
             )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
-        return items
+        return self.site.pack("up", items, self.received, self.round)
+
+    def as_sent(self, value: Tensor) -> Tensor:
+        """What the server will see of an additive value: the value itself unless a codec is at work."""
+        return self.site.as_sent(value, self.round)
 
     def keep(self) -> Items:
         """What survives until this client is asked again: drawers, and the weights that nobody shares."""

@@ -67,7 +67,7 @@ class Server:
                 f"{piece} declared {sorted(piece.down)} but sent {sorted(sent)}"
             )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
-        return Mail(errand, self.round, client, items)
+        return Mail(errand, self.round, client, self.site.pack("down", items, self.weights, self.round))
 
     @torch.no_grad()
     def receive(self, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
@@ -85,6 +85,7 @@ class Server:
                 outcome.refused.setdefault(reply.client, why)
                 continue
             outcome.accepted.append(_without_items(reply))
+            reply = replace(reply, items=self.site.unpack("up", reply.items, self.weights, self.round))
             for piece in self.method.with_hook("absorb"):
                 piece.absorb(self, self.box(piece), reply)
             if claimant:

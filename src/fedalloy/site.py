@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ class Site:
         self.initial_buffers = self.weights.buffers.clone()
         self.has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
+        self.coder = method.claimant("encode")
+        self.memo: dict[str, Any] = {}  # what a mechanism computes once for all clients of a round
         self._spares: list[Frozen] = []
         self._lent = 0
 
@@ -106,6 +109,36 @@ class Site:
             "features": self.net.width,
         }
 
+    def pack(self, direction: str, items: Items, shared: Tensor, round: int) -> Items:
+        """Items as they travel: what is additive is encoded, if the method has a codec."""
+        packed = dict(items)
+        if self.coder:
+            for key, slot in self._additive(direction).items():
+                value = items[key] - shared if slot.relative else items[key]
+                packed[key] = self.coder.encode(self, value, round)
+        return packed
+
+    def unpack(self, direction: str, items: Items, shared: Tensor, round: int) -> Items:
+        """The inverse of `pack`, as far as the codec has one."""
+        full = dict(items)
+        if self.coder:
+            for key, slot in self._additive(direction).items():
+                value = self.coder.decode(self, items[key], round)
+                full[key] = value + shared if slot.relative else value
+        return full
+
+    def as_sent(self, value: Tensor, round: int) -> Tensor:
+        """What the other end will see of an additive value."""
+        return self.coder.decode(self, self.coder.encode(self, value, round), round) if self.coder else value
+
+    def _additive(self, direction: str) -> dict[str, Slot]:
+        return {
+            f"{piece.label}.{name}": slot
+            for piece in self.method
+            for name, slot in getattr(piece, direction).items()
+            if slot.increment or slot.relative
+        }
+
     def specs(self, direction: str) -> dict[str, Spec]:
         """Every declared slot, "label.slot", with its exact shape: `direction` is "down" or "up"."""
         specs: dict[str, Spec] = {}
@@ -114,6 +147,8 @@ class Site:
             slots: dict[str, Slot] = getattr(piece, direction)
             for name, slot in slots.items():
                 shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in slot.shape)
+                if self.coder and (slot.increment or slot.relative):
+                    shape = (self.coder.coded_size(self),)
                 specs[f"{piece.label}.{name}"] = Spec(slot, shape)
         return specs
 

@@ -38,6 +38,7 @@ class Slot:
     shape: tuple[Dim, ...] = ("weights",)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     increment: bool = False  # an additive update, so that codecs may compress it
+    relative: bool = False  # codecs may compress its difference to the shared weights of the round
     counts: str = ""  # class_mean only: the slot that holds the class counts
     uniform: bool = False  # class_mean only: every holder of a class counts the same
 

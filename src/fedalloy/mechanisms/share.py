@@ -47,7 +47,7 @@ class Share(Mechanism):
     @property
     def up(self) -> Slots:
         fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
-        return {"weights": Slot(fold), "buffers": Slot(fold, ("buffers",))}
+        return {"weights": Slot(fold, relative=True), "buffers": Slot(fold, ("buffers",))}
 
     def open(self, server: Server, my: Box) -> None:
         site = server.site

@@ -74,6 +74,7 @@ class Control(Mechanism):
 
     def finish(self, client: Client, my: Box) -> Items:
         dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
+        dc = client.as_sent(dc)  # both ends apply the same change, also where a codec loses a part of it
         my.keep["c_k"] += dc
         return {"steps": torch.tensor(float(client.steps))} if self.lean_upload else {"dc": dc}
 
