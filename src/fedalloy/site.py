@@ -106,6 +106,8 @@ class Site:
             "buffers": buffers.stop - buffers.start if keeps_buffers else 0,
             "classes": self.inputs.classes,
             "held": self.inputs.classes,
+            "coded": self.coded_size,
+            "missing": 0,
             "features": self.net.width,
         }
 
@@ -127,9 +129,19 @@ class Site:
                 full[key] = value + shared if slot.relative else value
         return full
 
+    def encoded(self, value: Tensor, round: int) -> Tensor:
+        return self.coder.encode(self, value, round) if self.coder else value
+
+    def decoded(self, coded: Tensor, round: int) -> Tensor:
+        return self.coder.decode(self, coded, round) if self.coder else coded
+
+    @property
+    def coded_size(self) -> int:
+        return self.coder.coded_size(self) if self.coder else self.weights.layout.size
+
     def as_sent(self, value: Tensor, round: int) -> Tensor:
         """What the other end will see of an additive value."""
-        return self.coder.decode(self, self.coder.encode(self, value, round), round) if self.coder else value
+        return self.decoded(self.encoded(value, round), round)
 
     def _additive(self, direction: str) -> dict[str, Slot]:
         return {

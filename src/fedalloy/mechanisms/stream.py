@@ -36,7 +36,7 @@ class Stream(Share):
 
     def open(self, server: Server, my: Box) -> None:
         super().open(server, my)
-        my.keep["updates"] = torch.empty(0, self._length(server))
+        my.keep["updates"] = torch.empty(0, server.site.coded_size)
         my.keep["last"] = torch.zeros(server.info.clients, dtype=torch.int64)  # the round each client was last there
 
     def send(self, server: Server, my: Box, client: int) -> Items:
@@ -56,7 +56,7 @@ class Stream(Share):
             my.keep["x"] = my.got["dense"].clone()
         else:
             at = int(my.got["since"])
-            for update in my.got["updates"].view(-1, _coded(client.site)):
+            for update in my.got["updates"].view(-1, client.site.coded_size):
                 if at >= int(my.keep["round"]):  # what the client has already is not added again
                     my.keep["x"] += client.site.decoded(update, at)
                 at += 1
@@ -73,10 +73,3 @@ class Stream(Share):
         my.keep["updates"] = torch.cat([my.keep["updates"], update[None]])[-most:]
         for reply in server.participants:
             my.keep["last"][reply.client] = server.round
-
-    def _length(self, server: Server) -> int:
-        return _coded(server.site)
-
-
-def _coded(site: Any) -> int:
-    return site.coder.coded_size(site) if site.coder else site.weights.layout.size

@@ -92,7 +92,7 @@ class Subspace(Mechanism):
             return Block(span, shape, False, None)
         rank = max(1, round(self.ratio * rows))
         p = projector(rows, rank, generator(site.seed, epoch, name, "subspace"), self.draw)
-        return Block(span, shape, turned, p.to(site.initial.dtype))
+        return Block(span, shape, turned, p.to(site.initial.dtype), self.draw != "gaussian")
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,25 @@ class Block:
     shape: tuple[int, int]
     turned: bool
     p: Tensor | None
+    orthonormal: bool = True
 
     @property
     def coded_size(self) -> int:
         rows, columns = self.shape[::-1] if self.turned else self.shape
         return (rows if self.p is None else len(self.p)) * columns
 
-    def coded(self, flat: Tensor) -> Tensor:
+    def projected(self, flat: Tensor) -> Tensor:
+        """P M."""
         if self.p is None:
             return flat[self.span]
         matrix = flat[self.span].view(self.shape)
         return (self.p @ (matrix.T if self.turned else matrix)).flatten()
+
+    def coded(self, flat: Tensor) -> Tensor:
+        """The coordinates b of a move M = P^T b; P M where the rows of P are orthonormal."""
+        if self.p is None or self.orthonormal:
+            return self.projected(flat)
+        return torch.linalg.solve(self.p @ self.p.T, self.projected(flat).view(len(self.p), -1)).flatten()
 
     def full(self, coded: Tensor) -> Tensor:
         if self.p is None:

@@ -11,8 +11,10 @@ from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
+from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
+from fedalloy.methods.ssf import ssf
 
-__all__ = ["balancedsoftmax","fedavg", "fedblade","feddecorr","feddw","feddyn","fedetf", "fednova", "fedprox", "fedrda", "fedsce", "local", "moon", "scaffold"]
+__all__ = ["balancedsoftmax","fedavg", "fedblade","feddecorr","feddw","feddyn","fedetf", "fednova", "fedprox", "fedrda", "fedsce", "fedsub", "local", "moon", "scaffold", "ssf"]

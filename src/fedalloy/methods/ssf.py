@@ -1,0 +1,28 @@
+"""SSF (Subspace SCAFFOLD): SCAFFOLD in a fresh random subspace each round, control variates kept full-dimensional.
+
+Zhu, Huang, Xu, Li. 2026, arXiv 2604.25467.
+"""
+
+from typing import Literal
+
+from fedalloy.alloy import Alloy, alloy
+from fedalloy.mechanisms.stream import Stream
+from fedalloy.mechanisms.subspace import Subspace
+from fedalloy.methods.scaffold import Control
+from fedalloy.ranges import AtLeastOne, Positive, Share01
+from fedalloy.registry import recipe
+
+
+@recipe("SSF", family="communication", paper="Zhu, Huang, Xu, Li, 2026, arXiv 2604.25467")
+def ssf(
+    ratio: Share01 = 0.2,
+    server_lr: Positive = 1.0,
+    refresh: AtLeastOne = 1,
+    scope: Literal["tensor", "global"] = "tensor",
+    side: Literal["left", "longer"] = "left",
+    min_rows: AtLeastOne = 4,
+) -> Alloy:
+    # Steps follow P^T P (g + c - c_i); c_i += P^T (p_i+ - p_i) is the projected change that also goes to the server:
+    # the part of c_i outside the active subspace is untouched (residual backfill).
+    stream = Stream(agg_weights="uniform", server_lr=server_lr)
+    return alloy("SSF", stream, Control(), Subspace(ratio, refresh, scope, side, min_rows))
