@@ -10,6 +10,10 @@ class FedAlloyError(ValueError):
     """Anything the user can mend; the command line prints it without a traceback and exits with 2."""
 
 
+class FedAlloyWarning(UserWarning):
+    """Something that runs but is probably not what the user wants."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> FedAlloyError:
     """An error for a name that does not exist, with the nearest one that does.
 

@@ -39,7 +39,10 @@ class ClassMeans(Mechanism):
 
     @property
     def down(self) -> Slots:
-        return {"means": Slot(shape=("classes", self._width)), "seen": Slot(shape=("classes",), dtype=torch.bool)}
+        return {
+            "means": Slot(shape=("classes", self._width)),
+            "seen": Slot(shape=("classes",), dtype=torch.bool),
+        }
 
     @property
     def up(self) -> Slots:
@@ -77,7 +80,8 @@ def held_means(values: Tensor, y: Tensor) -> Tensor:
     """The mean row of each class that occurs, in ascending order of class; summed in float64."""
     _, place, counts = torch.unique(y, return_inverse=True, return_counts=True)
     sums = values.new_zeros(len(counts), values.shape[1], dtype=torch.float64)
-    return (sums.index_add_(0, place, values.double()) / counts[:, None]).to(values.dtype)
+    means: Tensor = sums.index_add_(0, place, values.double()) / counts[:, None]
+    return means.to(values.dtype)
 
 
 def _said(of: Kind, out: Outputs) -> Tensor:

@@ -37,7 +37,9 @@ class Stream(Share):
     def open(self, server: Server, my: Box) -> None:
         super().open(server, my)
         my.keep["updates"] = torch.empty(0, server.site.coded_size)
-        my.keep["last"] = torch.zeros(server.info.clients, dtype=torch.int64)  # the round each client was last there
+        my.keep["last"] = torch.zeros(
+            server.info.clients, dtype=torch.int64
+        )  # the round each client was last there
 
     def send(self, server: Server, my: Box, client: int) -> Items:
         updates, now = my.keep["updates"], server.round

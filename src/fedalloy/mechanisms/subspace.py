@@ -1,5 +1,6 @@
 """Subspace: all that is additive lives, for one round, in a random subspace that both ends draw from a seed."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -21,12 +22,15 @@ def projector(rows: int, rank: int, draw: torch.Generator, kind: Draw = "haar") 
     if kind == "coordinate":
         signs = torch.randint(2, (rank,), generator=draw) * 2.0 - 1
         chosen = torch.randperm(rows, generator=draw)[:rank]
-        return torch.zeros(rank, rows, dtype=torch.float64).index_put_((torch.arange(rank), chosen), signs.double())
+        return torch.zeros(rank, rows, dtype=torch.float64).index_put_(
+            (torch.arange(rank), chosen), signs.double()
+        )
     noise = torch.randn(rows, rank, generator=draw, dtype=torch.float64)
     if kind == "gaussian":
-        return noise.T / rows**0.5
+        return noise.T / math.sqrt(rows)
     q, r = torch.linalg.qr(noise)
-    return (q * r.diagonal().sign()).T  # the sign makes it Haar distributed
+    haar: Tensor = (q * r.diagonal().sign()).T  # the sign makes it Haar distributed
+    return haar
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Subspace(Mechanism):
 
 @dataclass(frozen=True)
 class Block:
-    """One tensor of the flat vector as a matrix, turned so that the projected side is the rows; P None: it goes whole."""
+    """One tensor of the flat vector as a matrix, its projected side turned to the rows; without P it goes whole."""
 
     span: slice
     shape: tuple[int, int]
@@ -121,7 +125,8 @@ class Block:
         """The coordinates b of a move M = P^T b; P M where the rows of P are orthonormal."""
         if self.p is None or self.orthonormal:
             return self.projected(flat)
-        return torch.linalg.solve(self.p @ self.p.T, self.projected(flat).view(len(self.p), -1)).flatten()
+        b: Tensor = torch.linalg.solve(self.p @ self.p.T, self.projected(flat).view(len(self.p), -1))
+        return b.flatten()
 
     def full(self, coded: Tensor) -> Tensor:
         if self.p is None:

@@ -17,4 +17,21 @@ from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
 from fedalloy.methods.ssf import ssf
 
-__all__ = ["balancedsoftmax","fedavg", "fedblade","feddecorr","feddw","feddyn","fedetf", "fednova", "fedprox", "fedrda", "fedsce", "fedsub", "local", "moon", "scaffold", "ssf"]
+__all__ = [
+    "balancedsoftmax",
+    "fedavg",
+    "fedblade",
+    "feddecorr",
+    "feddw",
+    "feddyn",
+    "fedetf",
+    "fednova",
+    "fedprox",
+    "fedrda",
+    "fedsce",
+    "fedsub",
+    "local",
+    "moon",
+    "scaffold",
+    "ssf",
+]

@@ -4,21 +4,26 @@ Seed paper, under review; equation numbers are those of its text.
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedalloy.alloy import Alloy, Box, Mechanism, alloy
 from fedalloy.client import Client, Step
+from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.methods.balancedsoftmax import log_prior
 from fedalloy.methods.feddecorr import Decorr, z_scores
-from fedalloy.methods.fedetf import fedetf
+from fedalloy.methods.fedetf import ETF, fedetf
 from fedalloy.ranges import AtLeastOne, NonNegative, Positive
 from fedalloy.registry import recipe
+from fedalloy.site import Site
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def log_det(z: Tensor, eps: float = 1e-4, var_eps: float = 1e-8) -> Tensor:
@@ -30,7 +35,8 @@ def log_det(z: Tensor, eps: float = 1e-4, var_eps: float = 1e-8) -> Tensor:
     batch, width = z.shape
     x = z_scores(z.double(), var_eps) / math.sqrt(batch - 1)
     gram = x @ x.T if batch < width else x.T @ x
-    return -torch.linalg.slogdet(gram + eps * torch.eye(len(gram), dtype=gram.dtype)).logabsdet.float()
+    volume: Tensor = torch.linalg.slogdet(gram + eps * torch.eye(len(gram), dtype=gram.dtype)).logabsdet
+    return -volume.to(z.dtype)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,15 @@ class LDDecorr(Mechanism):
     var_eps: Positive = 1e-8
 
     claims = frozenset({"the decorrelation of features"})
+
+    def build(self, site: Site) -> None:
+        if self.beta and not any(isinstance(m, NORMS) for m in site.net.body.modules()):
+            warnings.warn(
+                f"LDDecorr leaves the scale of features free and {site.model} has no normalisation layer: they may "
+                "blow up; take a model with BatchNorm, or a small beta",
+                FedAlloyWarning,
+                stacklevel=2,
+            )
 
     def loss(self, step: Step, my: Box) -> Tensor | None:
         if not self.beta or len(step.y) < 2:
@@ -76,6 +91,7 @@ class PBA(Mechanism):
         seen = prototypes["seen"]
         my.memo["P"] = prototypes["means"][seen]
         my.memo["unit P"] = F.normalize(my.memo["P"], dim=1)
+        assert isinstance(client.net.head, ETF)
         my.memo["V"] = client.net.head.V.T[seen]
         my.memo["prior"] = log_prior(client.data.counts, self.absent_count)[seen] * self.distribution_factor
         my.memo["place"] = seen.cumsum(0) - 1  # of a class among those with a prototype
@@ -89,7 +105,7 @@ class PBA(Mechanism):
 
     def _pa(self, step: Step, my: Box) -> Tensor:
         mu = step.client.net.neck(my.memo["P"])
-        gaps = 0.5 * (1 - (mu * my.memo["V"]).sum(1)).square()
+        gaps: Tensor = 0.5 * (1 - (mu * my.memo["V"]).sum(1)).square()
         return gaps.sum() if self.pa_reduction == "sum" else gaps.mean()
 
     def _fa(self, step: Step, my: Box) -> Tensor:
@@ -117,7 +133,11 @@ def fedblade(
     scale_init: Positive = 1.0,
     absent_count: Literal[0, 1] = 1,
 ) -> Alloy:
-    decorrelation = {"none": [], "feddecorr": [Decorr(beta)], "logdet": [LDDecorr(beta, eps, var_eps)]}[decorr]
+    options: dict[str, list[Mechanism]] = {
+        "none": [],
+        "feddecorr": [Decorr(beta)],
+        "logdet": [LDDecorr(beta, eps, var_eps)],
+    }
     alignment = [PBA(gamma, tau, not no_pa, not no_fa, not no_df, pa_reduction, absent_count)] if pba else []
     host = fedetf(etf_dim=etf_dim, scale_init=scale_init, absent_count=absent_count)
-    return alloy("FedBlade", host, *decorrelation, *alignment)
+    return alloy("FedBlade", host, *options[decorr], *alignment)

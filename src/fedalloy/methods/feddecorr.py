@@ -20,7 +20,9 @@ def z_scores(z: Tensor, var_eps: float = 1e-8) -> Tensor:
     return (z - z.mean(0)) / (z.var(0) + var_eps).sqrt()
 
 
-def decorrelation(z: Tensor, norm: Literal["official", "paper"] = "official", var_eps: float = 1e-8) -> Tensor:
+def decorrelation(
+    z: Tensor, norm: Literal["official", "paper"] = "official", var_eps: float = 1e-8
+) -> Tensor:
     """`paper`: ||K||_F^2 / d^2 with K = X^T X / (B - 1); `official`: (1/B) mean squared off-diagonal entry of X^T X.
 
     ||X^T X||_F = ||X X^T||_F, so the smaller of the two Gram matrices is built.

@@ -43,7 +43,9 @@ class DW(Mechanism):
     def loss(self, step: Step, my: Box) -> Tensor | None:
         if not my.memo["mu"]:
             return None
-        loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(step.client.net.head.weight), my.memo["omega"])
+        omega = step.client.net.head.weight
+        assert isinstance(omega, Tensor)
+        loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(omega), my.memo["omega"])
         return loss
 
 

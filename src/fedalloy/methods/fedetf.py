@@ -24,10 +24,13 @@ from fedalloy.site import Site
 def simplex_etf(dim: int, classes: int, draw: torch.Generator) -> Tensor:
     """V = sqrt(C/(C-1)) U (I - 11^T/C), U^T U = I: unit columns with pairwise cosine -1/(C-1)."""
     if dim < classes:
-        raise FedAlloyError(f"etf_dim {dim} is too small for {classes} classes; it must be at least {classes}")
+        raise FedAlloyError(
+            f"etf_dim {dim} is too small for {classes} classes; it must be at least {classes}"
+        )
     u, _ = torch.linalg.qr(torch.randn(dim, classes, generator=draw, dtype=torch.float64))
     centred = torch.eye(classes, dtype=torch.float64) - 1 / classes
-    return (math.sqrt(classes / (classes - 1)) * u @ centred).float()
+    etf: Tensor = math.sqrt(classes / (classes - 1)) * u @ centred
+    return etf.to(torch.get_default_dtype())
 
 
 class Projection(nn.Linear):

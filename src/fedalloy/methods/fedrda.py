@@ -46,7 +46,7 @@ class CompactHead(Mechanism):
             site.net.neck, site.net.head = compact.encoder, compact.head
 
     def loss(self, step: Step, my: Box) -> Tensor | None:
-        compact = step.client.net.compact
+        compact = compact_of(step.client.net)
         z, logits = my.memo["out"] = compact(step.out.features)
         if not self.alpha or not self.main_loss:
             return None  # without the main head, L_e is the task loss
@@ -75,6 +75,11 @@ class Compact(nn.Module):
         return z, self.head(z)
 
 
+def compact_of(net: nn.Module) -> Compact:
+    assert isinstance(net.compact, Compact)
+    return net.compact
+
+
 class Orthogonal(nn.Module):
     """A random orthonormal map that nobody trains."""
 
@@ -90,22 +95,22 @@ class Orthogonal(nn.Module):
 
 def origin(head: nn.Linear) -> Tensor:
     """o = -b_c W_c^+, so that o W_c + b_c = 0 (Eq 7, corrected)."""
-    return -(head.bias.detach().double() @ torch.linalg.pinv(head.weight.detach().double().T)).float()
+    bias, weight = head.bias.detach().double(), head.weight.detach().double()
+    zero: Tensor = -(bias @ torch.linalg.pinv(weight.T))
+    return zero.to(head.bias.dtype)
 
 
 def residual_space(z: Tensor, rank: int, by: Decomposition = "svd") -> Tensor:
     """S: the directions of the centred-at-origin features that their first `rank` principal ones leave (Eqs 8, 9)."""
-    z = z.double()
-    if by == "pca":
-        z = z - z.mean(0)
-    gram = z.T @ z
-    q = torch.linalg.qr(gram).Q if by == "qr" else torch.linalg.eigh(gram).eigenvectors.flip(1)
-    return q[:, rank:].float()
+    rows = (z - z.mean(0)).double() if by == "pca" else z.double()
+    gram = rows.T @ rows
+    q: Tensor = torch.linalg.qr(gram).Q if by == "qr" else torch.linalg.eigh(gram).eigenvectors.flip(1)
+    return q[:, rank:].to(z.dtype)
 
 
 def distance(z: Tensor, space: Tensor, scores: Tensor) -> Tensor:
     """d_i = kappa ||S^T z_i||, kappa = sum of top scores / sum of residuals, detached (Eq 10)."""
-    residual = (z @ space).norm(dim=1)
+    residual: Tensor = torch.linalg.vector_norm(z @ space, dim=1)
     kappa = scores.max(1).values.sum() / (residual.sum() + EPS)
     return kappa.detach() * residual
 
@@ -144,8 +149,10 @@ class Deviation(Mechanism):
         if not self.gamma or not client.data.samples:
             return
         my.memo["frozen"] = frozen = client.frozen(client.received, client.received_buffers)
-        my.memo["still"] = not client.data.prepare.augments  # then the frozen features of a sample never change
-        my.memo["o_g"] = origin(frozen.net.compact.head)
+        my.memo[
+            "still"
+        ] = not client.data.prepare.augments  # then the frozen features of a sample never change
+        my.memo["o_g"] = origin(compact_of(frozen.net).head)
         z, logits = self._seen(client, frozen)
         my.memo["z_g"], my.memo["a_g"] = z, logits
         my.memo["S_g"] = my.memo["S_l"] = self._space(z - my.memo["o_g"])  # epoch 0: both models agree
@@ -158,13 +165,14 @@ class Deviation(Mechanism):
         if step.epoch != my.memo["epoch"]:  # the client's own space is that of the epoch before
             my.memo["epoch"] = step.epoch
             z, _ = self._seen(client, None)
-            my.memo["S_l"] = self._space(z - origin(client.net.compact.head))
+            my.memo["S_l"] = self._space(z - origin(compact_of(client.net).head))
         z, logits = client.box(self.compact).memo["out"]
         z_g, a_g = self._frozen(step, my)
-        z, z_g = z - origin(client.net.compact.head), z_g - my.memo["o_g"]
+        z, z_g = z - origin(compact_of(client.net).head), z_g - my.memo["o_g"]
         said, said_g = logits.softmax(1), a_g.softmax(1)
         u_g, u_l = (
-            distance(z, space, said) - distance(z_g, space, said_g) for space in (my.memo["S_g"], my.memo["S_l"])
+            distance(z, space, said) - distance(z_g, space, said_g)
+            for space in (my.memo["S_g"], my.memo["S_l"])
         )
         scores = said if self.scores == "softmax" else logits
         return self.gamma * (deviation(u_g, u_l, scores) + consistency(u_g, u_l))
@@ -172,16 +180,20 @@ class Deviation(Mechanism):
     def _space(self, z: Tensor) -> Tensor:
         rank = max(1, round(self.rank * z.shape[1]))
         if rank >= z.shape[1]:
-            raise FedAlloyError(f"FedRDA: rank {rank} leaves nothing of {z.shape[1]} compact features; lower rank")
-        if not bool(torch.isfinite(z).all()):  # diverged: say so through the loss, not through an obscure solver error
+            raise FedAlloyError(
+                f"FedRDA: rank {rank} leaves nothing of {z.shape[1]} compact features; lower rank"
+            )
+        if not bool(
+            torch.isfinite(z).all()
+        ):  # diverged: say so through the loss, not through an obscure solver error
             return torch.full((z.shape[1], z.shape[1] - rank), torch.nan)
         return residual_space(z, rank, self.decomposition)
 
     def _seen(self, client: Client, frozen: Frozen | None) -> tuple[Tensor, Tensor]:
         """Compact features and logits of all samples, by the frozen or the present model; eval mode."""
-        net = frozen.net if frozen else client.net
+        compact = compact_of(frozen.net if frozen else client.net)
         with torch.no_grad():
-            outs = [net.compact(out.features) for out in client.outputs(client.data.x, frozen)]
+            outs = [compact(out.features) for out in client.outputs(client.data.x, frozen)]
         return torch.cat([z for z, _ in outs]), torch.cat([a for _, a in outs])
 
     def _frozen(self, step: Step, my: Box) -> tuple[Tensor, Tensor]:
@@ -189,7 +201,7 @@ class Deviation(Mechanism):
             return my.memo["z_g"][step.index], my.memo["a_g"][step.index]
         frozen: Frozen = my.memo["frozen"]
         with torch.no_grad():
-            z, logits = frozen.net.compact(frozen(step.x).features)
+            z, logits = compact_of(frozen.net)(frozen(step.x).features)
         return z, logits
 
 

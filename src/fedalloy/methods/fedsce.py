@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
 from fedalloy.client import Client, Step
+from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.auxiliary import Auxiliary
 from fedalloy.mechanisms.share import Share
 from fedalloy.random import generator
@@ -65,15 +66,17 @@ class SubspaceConstraint(Mechanism):
     def build(self, site: Site) -> None:
         layers = constrained_layers(site.net)
         if self.p > len(layers) / 2:
+            covered = f"{min(self.p, len(layers))} of the {len(layers)} layers of {site.model}"
+            advice = "for small nets start from p <= 2 and mu <= 0.1"
             warnings.warn(
-                f"the subspace constraint covers {min(self.p, len(layers))} of the {len(layers)} layers of {site.model}; "
-                "for small nets start from p <= 2 and mu <= 0.1",
-                stacklevel=2,
+                f"the subspace constraint covers {covered}; {advice}", FedAlloyWarning, stacklevel=2
             )
 
     def born(self, client: Client, my: Box) -> None:
         span = self._span(client)
-        draw = torch.randn(span.stop - span.start, self.rank, generator=generator(client.seed, client.id, "subspace"))
+        draw = torch.randn(
+            span.stop - span.start, self.rank, generator=generator(client.seed, client.id, "subspace")
+        )
         my.keep["P"] = torch.linalg.qr(draw).Q
 
     def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:

@@ -17,7 +17,6 @@ from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Draw, Subspace
 from fedalloy.ranges import AtLeastOne, Positive, Share01
 from fedalloy.registry import recipe
-from fedalloy.site import Site
 from fedalloy.wire import Items
 
 
@@ -37,7 +36,9 @@ class Duals(Subspace):
 
     def start(self, client: Client, my: Box) -> None:
         if not client.local.plain_sgd:
-            raise FedAlloyError("FedSub's dual step needs plain SGD; use --optimizer sgd --momentum 0 --weight-decay 0")
+            raise FedAlloyError(
+                "FedSub's dual step needs plain SGD; use --optimizer sgd --momentum 0 --weight-decay 0"
+            )
         my.memo["dual"] = self._renewed(client, my) / (client.lr * _planned(client))
 
     def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:

@@ -34,6 +34,8 @@ class Outputs(NamedTuple):
 class Net(nn.Module):
     """A body, a neck and a head, registered in this order so that each is one span of the flat weights."""
 
+    aux: "Net"  # a second model that all clients have in common, where a method adds one
+
     def __init__(self, body: nn.Module, head: nn.Linear, *, width: int | None = None) -> None:
         super().__init__()
         self.body = body
