@@ -71,7 +71,7 @@ class Subspace(Mechanism):
         return sum(block.coded_size for block in self.blocks(site, 1))
 
     def blocks(self, site: Site, round: int) -> "list[Block]":
-        """The flat vector cut into matrices, each with this round's projector; drawn once for all clients of a round."""
+        """The flat vector cut into matrices, each with this round's projector, drawn once for all clients."""
         epoch = (round - 1) // self.refresh
         if site.memo.get("subspace epoch") != epoch:
             site.memo["subspace epoch"] = epoch
