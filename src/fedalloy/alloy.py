@@ -18,12 +18,14 @@ from fedalloy.wire import Items, Reply, Slot
 
 if TYPE_CHECKING:
     from fedalloy.client import Client, Step
+    from fedalloy.diagnostics import Seen
     from fedalloy.server import Server
     from fedalloy.site import Site
 
 Oracle = Callable[["Step"], Tensor]
 Slots = Mapping[str, Slot]
 Names = frozenset[str]
+Findings = dict[str, float | Tensor]
 M = TypeVar("M", bound="Mechanism")
 NOTHING: Names = frozenset()
 
@@ -177,6 +179,15 @@ class Mechanism:
 
     def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
         """Models to evaluate beside or, under the name "global", instead of the server's weights."""
+        return {}
+
+    # For those who look: numbers are recorded, matrices are drawn; nothing here may change a state.
+    def examine(self, server: Server, my: Box, seen: Seen) -> Findings:
+        """What this mechanism shows of the global model and the server's state."""
+        return {}
+
+    def examine_client(self, client: Client, my: Box) -> Findings:
+        """What this mechanism shows of a client after its local training."""
         return {}
 
     def has(self, hook: str) -> bool:

@@ -44,6 +44,7 @@ class Local:
     weight_decay: float = 0.0
     optimizer: str = "sgd"
     lr_decay: float = 1.0  # per round: a schedule depends on the round alone
+    diagnose_every: int | None = None  # rounds in which mechanisms say what they see
 
     def rate(self, round: int) -> float:
         """The learning rate of a round, counted from 1."""
@@ -201,6 +202,13 @@ class Client:
         """What the server will see of an additive value: the value itself unless a codec is at work."""
         return self.site.as_sent(value, self.round)
 
+    def examine(self) -> dict[str, float | Tensor]:
+        """What the mechanisms show of this client after training."""
+        found: dict[str, float | Tensor] = {}
+        for piece in self.method.with_hook("examine_client"):
+            found |= piece.examine_client(self, self.box(piece))
+        return found
+
     def keep(self) -> Items:
         """What survives until this client is asked again: drawers, and the weights that nobody shares."""
         drawers = {
@@ -305,10 +313,14 @@ def client_round(
     client = Client(method, site, data, info, local, keep, mail, seed)
     loss = client.train()
     with torch.no_grad():
+        due = local.diagnose_every and mail.round % local.diagnose_every == 0
+        notes = {name: v for name, v in client.examine().items() if isinstance(v, float)} if due else {}
         items = client.finish()
         kept = client.keep()
     seconds = time.perf_counter() - began
-    return Reply(mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds), kept
+    return Reply(
+        mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds, notes
+    ), kept
 
 
 def client_model(

@@ -1,5 +1,6 @@
 """Everything that defines a run, under the names of the command line; TOML in, TOML out."""
 
+import dataclasses
 import os
 import tomllib
 import typing
@@ -78,6 +79,9 @@ class Config(pydantic.BaseModel):
     personal_on_global: bool = Field(
         default=True, description="Also try personal models on the global test set."
     )
+    diagnose_every: int | None = Field(
+        None, ge=1, description="Record diagnostics every so many rounds, such as effective ranks."
+    )
     checkpoint_every: AtLeastOne = Field(default=1, description="Write a checkpoint every so many rounds.")
     engine: Literal["inline", "workers"] = Field(
         default="workers", description="One process, or one per core."
@@ -144,8 +148,7 @@ class Config(pydantic.BaseModel):
 
     @property
     def local(self) -> Local:
-        names = ("epochs", "steps", "batch", "lr", "momentum", "weight_decay", "optimizer", "lr_decay")
-        return Local(**{name: getattr(self, name) for name in names})
+        return Local(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Local)})
 
     @property
     def processes(self) -> int:

@@ -3,11 +3,39 @@
 All in float64. Suffixes: N samples, D features, C classes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fedalloy.alloy import Findings
+from fedalloy.nets.base import Net
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The global model over the global test set."""
+
+    net: Net
+    features: Tensor  # N D
+    embedding: Tensor
+    logits: Tensor
+    y: Tensor
+
+
+def generic(seen: Seen) -> Findings:
+    """What can be said of any model: the dimensions that features and embedding use, and neural collapse."""
+    found: Findings = {}
+    spaces = {"features": seen.features}
+    if seen.embedding is not seen.features and seen.embedding.shape[1] > 1:
+        spaces["embedding"] = seen.embedding
+    for name, z in spaces.items():
+        for kind in ("covariance", "correlation"):
+            values = spectrum(z, correlation=kind == "correlation")
+            found[f"effective rank of {name} ({kind})"] = effective_rank(values)
+            found[f"spectrum of {name} ({kind})"] = values
+    return found | {f.name: getattr(collapse(seen.features, seen.y), f.name) for f in fields(Collapse)}
 
 
 def spectrum(z_ND: Tensor, *, correlation: bool = False) -> Tensor:
@@ -15,7 +43,8 @@ def spectrum(z_ND: Tensor, *, correlation: bool = False) -> Tensor:
     z = z_ND.double() - z_ND.double().mean(0)
     if correlation:
         z = z / (z.std(0) + 1e-12)
-    return torch.linalg.svdvals(z).square() / max(len(z) - 1, 1)
+    values: Tensor = torch.linalg.svdvals(z)
+    return values.square() / max(len(z) - 1, 1)
 
 
 def effective_rank(values: Tensor) -> float:

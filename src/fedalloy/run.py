@@ -21,6 +21,7 @@ import torch
 from fedalloy import registry
 from fedalloy.alloy import Alloy
 from fedalloy.config import Config
+from fedalloy.diagnose import examine, mean_notes, numbers
 from fedalloy.engines.base import Engine
 from fedalloy.engines.inline import Inline
 from fedalloy.engines.workers import Workers
@@ -223,6 +224,10 @@ def one_round(
         metrics = evaluate(server, federation, engine, config.eval_clients)
         watch.lap("evaluate")
     accepted = outcome.accepted
+    diagnostics = None
+    if not blown and config.diagnose_every and number % config.diagnose_every == 0:
+        diagnostics = numbers(examine(server, federation)) | mean_notes(accepted)
+        watch.lap("other")
     return {
         "round": number,
         "participants": chosen,
@@ -234,6 +239,7 @@ def one_round(
         "bytes_down": bytes_down,
         "seconds": watch.seconds,
         "metrics": metrics,
+        **({"diagnostics": diagnostics} if diagnostics else {}),
         **({"diverged": True} if blown else {}),
     }
 

@@ -86,6 +86,7 @@ class Reply:
     seen: int = 0  # samples trained on, counted once for every pass
     loss: float = 0.0
     seconds: float = 0.0
+    notes: dict[str, float] = field(default_factory=dict)  # diagnostics of a simulation; a real federation sends none
 
 
 def bytes_of(items: Mapping[str, Tensor]) -> dict[str, int]:

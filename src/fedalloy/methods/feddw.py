@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.alloy import Alloy, Box, Findings, Mechanism, alloy
 from fedalloy.client import Client, Step
+from fedalloy.diagnostics import Seen
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.share import Share
 from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive
 from fedalloy.registry import recipe
+from fedalloy.server import Server
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,23 @@ class DW(Mechanism):
         assert isinstance(omega, Tensor)
         loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(omega), my.memo["omega"])
         return loss
+
+
+    def examine(self, server: Server, my: Box, seen: Seen) -> Findings:
+        omega, weights = server.box(self.brings[1]).keep["means"], seen.net.head.weight
+        assert isinstance(weights, Tensor)
+        relations = class_relations(weights.detach())
+        return {
+            "soft labels": omega,
+            "class relations": relations,
+            "distance of class relations to soft labels": float((omega - relations).norm()),
+        }
+
+    def examine_client(self, client: Client, my: Box) -> Findings:
+        weights = client.net.head.weight
+        assert isinstance(weights, Tensor)
+        share = client.data.counts / client.data.samples
+        return {"norms of class weights": weights.detach().norm(dim=1), "class shares": share}
 
 
 def class_relations(omega: Tensor) -> Tensor:
