@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.alloy import NOTHING, Alloy, Box, Mechanism, Names, Oracle, alloy
 from fedalloy.client import Client, Step
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
@@ -25,10 +25,11 @@ EPS = 1e-12
 
 @dataclass(frozen=True)
 class CompactHead(Mechanism):
-    """z = x W_p + b_p, r1 wide, and a classifier a_e = z W_c + b_c on it; alpha L_e is added to L_o (Eqs 4, 5).
+    """z = x W_p + b_p, r1 wide, and a classifier a_e = z W_c + b_c on it; alpha L_e is added to L_o (Eqs 4-6).
 
     `encoder`: an "mlp" of any `depth` (1: one linear layer), an "autoencoder" (adds the reconstruction error) or a
-    random "orthogonal" map. `main_loss=False` (Table VI, without L_o) trains and predicts through the compact head.
+    random "orthogonal" map that nobody trains. `main_loss=False` (Table VI, without L_o) trains and predicts through
+    the compact head; L_e is then the task loss, with weight 1.
     """
 
     width: Share01 = 0.5  # r1 / d
@@ -39,21 +40,28 @@ class CompactHead(Mechanism):
 
     gives = frozenset({"compact features"})
 
+    @property
+    def claims(self) -> Names:
+        return NOTHING if self.main_loss else frozenset({"the neck", "the head's bias"})
+
     def build(self, site: Site) -> None:
-        r1 = max(2, round(self.width * site.net.width))
+        if self.encoder == "orthogonal" and self.depth > 1:
+            raise FedAlloyError(f"an orthogonal encoder is one map; leave depth={self.depth} out")
+        r1 = max(2, round(self.width * site.net.width))  # at least one direction inside and one outside
         site.net.compact = compact = Compact(site.net.width, r1, site.inputs.classes, self)
         if not self.main_loss:
             site.net.neck, site.net.head = compact.encoder, compact.head
 
     def loss(self, step: Step, my: Box) -> Tensor | None:
-        compact = compact_of(step.client.net)
-        z, logits = my.memo["out"] = compact(step.out.features)
-        if not self.alpha or not self.main_loss:
-            return None  # without the main head, L_e is the task loss
-        loss = self.alpha * F.cross_entropy(logits, step.y)
-        if compact.decoder is not None:
-            loss = loss + self.alpha * F.mse_loss(compact.decoder(z), step.out.features.detach())
-        return loss
+        compact, out = compact_of(step.client.net), step.out
+        z, logits = compact(out.features) if self.main_loss else (out.embedding, out.logits)
+        my.memo["out"] = z, logits
+        terms: list[Tensor] = []
+        if self.main_loss and self.alpha:
+            terms.append(F.cross_entropy(logits, step.y))  # L_e (Eq 4)
+        if compact.decoder is not None and self.alpha:
+            terms.append(F.mse_loss(compact.decoder(z), out.features.detach()))
+        return self.alpha * torch.stack(terms).sum() if terms else None
 
 
 class Compact(nn.Module):
@@ -61,12 +69,12 @@ class Compact(nn.Module):
 
     def __init__(self, width: int, r1: int, classes: int, how: CompactHead) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Linear(width, r1)]
-        for _ in range(how.depth - 1):
-            layers += [nn.ReLU(), nn.Linear(r1, r1)]
-        self.encoder: nn.Module = nn.Sequential(*layers)
-        if how.encoder == "orthogonal":
-            self.encoder = Orthogonal(width, r1)
+        deeper = [layer for _ in range(how.depth - 1) for layer in (nn.ReLU(), nn.Linear(r1, r1))]
+        self.encoder: nn.Module = (
+            Orthogonal(width, r1)
+            if how.encoder == "orthogonal"
+            else nn.Sequential(nn.Linear(width, r1), *deeper)
+        )
         self.head = nn.Linear(r1, classes)
         self.decoder = nn.Linear(r1, width) if how.encoder == "autoencoder" else None
 
@@ -81,7 +89,7 @@ def compact_of(net: nn.Module) -> Compact:
 
 
 class Orthogonal(nn.Module):
-    """A random orthonormal map that nobody trains."""
+    """A random orthonormal map: a constant of the net, outside of training and of every average."""
 
     weight: Tensor
 
@@ -94,31 +102,43 @@ class Orthogonal(nn.Module):
 
 
 def origin(head: nn.Linear) -> Tensor:
-    """o = -b_c W_c^+, so that o W_c + b_c = 0 (Eq 7, corrected)."""
+    """o = -b_c W_c^+, so that o W_c + b_c = 0 (Eq 7, corrected); a constant. Of a diverged head it is not finite."""
     bias, weight = head.bias.detach().double(), head.weight.detach().double()
+    if not bool(torch.isfinite(weight).all()):
+        return torch.full_like(head.weight[0], torch.nan, requires_grad=False)  # pinv would raise
     zero: Tensor = -(bias @ torch.linalg.pinv(weight.T))
     return zero.to(head.bias.dtype)
 
 
 def residual_space(z: Tensor, rank: int, by: Decomposition = "svd") -> Tensor:
-    """S: the directions of the centred-at-origin features that their first `rank` principal ones leave (Eqs 8, 9)."""
-    rows = (z - z.mean(0)).double() if by == "pca" else z.double()
+    """S: what the first `rank` principal directions of the features (seen from the origin) leave over (Eqs 8, 9).
+
+    "svd" takes the eigenvectors of Z^T Z, in descending order, "pca" those of the covariance, "qr" the Q of Z^T Z.
+    Features that are not finite have no space: it is not finite either, and says so through the loss.
+    """
+    if not bool(torch.isfinite(z).all()):
+        return torch.full((z.shape[1], z.shape[1] - rank), torch.nan, dtype=z.dtype)  # eigh would raise
+    rows = z.double()
+    if by == "pca":
+        rows = rows - rows.mean(0)
     gram = rows.T @ rows
     q: Tensor = torch.linalg.qr(gram).Q if by == "qr" else torch.linalg.eigh(gram).eigenvectors.flip(1)
     return q[:, rank:].to(z.dtype)
 
 
 def distance(z: Tensor, space: Tensor, scores: Tensor) -> Tensor:
-    """d_i = kappa ||S^T z_i||, kappa = sum of top scores / sum of residuals, detached (Eq 10)."""
+    """d_i = kappa ||S^T z_i||, kappa = sum of top scores / sum of residuals, a constant (Eq 10).
+
+    Top logits may be negative; as a negative kappa would push features out of the space, it then is 0.
+    """
     residual: Tensor = torch.linalg.vector_norm(z @ space, dim=1)
-    kappa = scores.max(1).values.sum() / (residual.sum() + EPS)
+    kappa = scores.max(1).values.sum().clamp(min=0) / (residual.sum() + EPS)
     return kappa.detach() * residual
 
 
 def deviation(u_g: Tensor, u_l: Tensor, scores: Tensor) -> Tensor:
-    """E (Eq 11)."""
-    outside = u_g.exp() + u_l.exp()
-    return (outside / (scores.exp().sum(1) + outside)).mean()
+    """E = mean (e^u_g + e^u_l) / (sum_c e^l_c + e^u_g + e^u_l) (Eq 11), in a form that does not overflow."""
+    return torch.sigmoid(torch.logaddexp(u_g, u_l) - scores.logsumexp(1)).mean()
 
 
 def consistency(u_g: Tensor, u_l: Tensor) -> Tensor:
@@ -128,9 +148,10 @@ def consistency(u_g: Tensor, u_l: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Deviation(Mechanism):
-    """gamma (E + U): features may leave neither the global nor the client's own earlier principal space.
+    """gamma (E + U): features may leave neither the global nor the client's own earlier principal space (Eq 13).
 
-    `rank` is r as a share of r1; `scores` in E are "softmax" (the paper) or "logits" (ViM's form).
+    `rank` is r as a share of r1; the `scores` l are "softmax" (the paper) or "logits" (ViM's form).
+    Only z and l of the trained model carry a gradient; spaces, origins, kappa and frozen features are constants.
     """
 
     gamma: NonNegative = 0.1
@@ -145,64 +166,61 @@ class Deviation(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (self.compact,)
 
+    def build(self, site: Site) -> None:
+        r1 = compact_of(site.net).head.in_features
+        if self._rank(r1) >= r1:
+            raise FedAlloyError(f"rank={self.rank:g} leaves nothing of {r1} compact features; lower it")
+
     def start(self, client: Client, my: Box) -> None:
         if not self.gamma or not client.data.samples:
             return
-        my.memo["frozen"] = frozen = client.frozen(client.received, client.received_buffers)
-        my.memo[
-            "still"
-        ] = not client.data.prepare.augments  # then the frozen features of a sample never change
-        my.memo["o_g"] = origin(compact_of(frozen.net).head)
-        z, logits = self._seen(client, frozen)
-        my.memo["z_g"], my.memo["a_g"] = z, logits
-        my.memo["S_g"] = my.memo["S_l"] = self._space(z - my.memo["o_g"])  # epoch 0: both models agree
+        my.memo["frozen"] = client.frozen(client.received, client.received_buffers)
+        my.memo["o_g"] = origin(compact_of(my.memo["frozen"].net).head)
+        my.memo["z_g"], my.memo["l_g"] = self._seen(client, my.memo["frozen"])
+        my.memo["S_g"] = my.memo["S_l"] = self._space(my.memo["z_g"])  # epoch 0: the two models agree
         my.memo["epoch"] = 0
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
-        if not self.gamma or len(step.y) < 2:
-            return None
-        client = step.client
-        if step.epoch != my.memo["epoch"]:  # the client's own space is that of the epoch before
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        if self.gamma and step.epoch != my.memo["epoch"]:  # the epoch's first batch, before its forward pass
             my.memo["epoch"] = step.epoch
-            z, _ = self._seen(client, None)
-            my.memo["S_l"] = self._space(z - origin(compact_of(client.net).head))
-        z, logits = client.box(self.compact).memo["out"]
-        z_g, a_g = self._frozen(step, my)
-        z, z_g = z - origin(compact_of(client.net).head), z_g - my.memo["o_g"]
-        said, said_g = logits.softmax(1), a_g.softmax(1)
-        u_g, u_l = (
-            distance(z, space, said) - distance(z_g, space, said_g)
-            for space in (my.memo["S_g"], my.memo["S_l"])
-        )
-        scores = said if self.scores == "softmax" else logits
-        return self.gamma * (deviation(u_g, u_l, scores) + consistency(u_g, u_l))
+            z_l, _ = self._seen(step.client)
+            my.memo["S_l"] = self._space(z_l)
+        return oracle(step)
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        if not self.gamma:
+            return None
+        z, logits = step.client.box(self.compact).memo["out"]
+        z_b, l_b = z - origin(compact_of(step.client.net).head), self._scores(logits)
+        z_g, l_g = self._frozen(step, my)
+        u_g, u_l = (distance(z_b, S, l_b) - distance(z_g, S, l_g) for S in (my.memo["S_g"], my.memo["S_l"]))
+        return self.gamma * (deviation(u_g, u_l, l_b) + consistency(u_g, u_l))  # of one sample, U is 0
+
+    def _rank(self, r1: int) -> int:
+        return max(1, round(self.rank * r1))
 
     def _space(self, z: Tensor) -> Tensor:
-        rank = max(1, round(self.rank * z.shape[1]))
-        if rank >= z.shape[1]:
-            raise FedAlloyError(
-                f"FedRDA: rank {rank} leaves nothing of {z.shape[1]} compact features; lower rank"
-            )
-        if not bool(
-            torch.isfinite(z).all()
-        ):  # diverged: say so through the loss, not through an obscure solver error
-            return torch.full((z.shape[1], z.shape[1] - rank), torch.nan)
-        return residual_space(z, rank, self.decomposition)
+        return residual_space(z, self._rank(z.shape[1]), self.decomposition)
 
-    def _seen(self, client: Client, frozen: Frozen | None) -> tuple[Tensor, Tensor]:
-        """Compact features and logits of all samples, by the frozen or the present model; eval mode."""
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(1) if self.scores == "softmax" else logits
+
+    def _seen(self, client: Client, frozen: Frozen | None = None) -> tuple[Tensor, Tensor]:
+        """z - o and l of all samples as stored, by the frozen model or the present one; eval mode."""
         compact = compact_of(frozen.net if frozen else client.net)
-        with torch.no_grad():
-            outs = [compact(out.features) for out in client.outputs(client.data.x, frozen)]
-        return torch.cat([z for z, _ in outs]), torch.cat([a for _, a in outs])
+        outs = [compact(out.features) for out in client.outputs(client.data.x, frozen)]
+        z, logits = (torch.cat(parts) for parts in zip(*outs, strict=True))
+        return z - origin(compact.head), self._scores(logits)
 
+    @torch.no_grad()
     def _frozen(self, step: Step, my: Box) -> tuple[Tensor, Tensor]:
-        if my.memo["still"]:
-            return my.memo["z_g"][step.index], my.memo["a_g"][step.index]
+        """z - o and l of a batch by the frozen model: known since the round began, unless the batch is augmented."""
+        if not step.client.data.prepare.augments:
+            return my.memo["z_g"][step.index], my.memo["l_g"][step.index]
         frozen: Frozen = my.memo["frozen"]
-        with torch.no_grad():
-            z, logits = compact_of(frozen.net)(frozen(step.x).features)
-        return z, logits
+        compact = compact_of(frozen.net)
+        z, logits = compact(frozen(step.x).features)
+        return z - my.memo["o_g"], self._scores(logits)
 
 
 @recipe("FedRDA", family="representation", paper="Yao et al., IEEE TII 2025")

@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
-from fedalloy.client import Client, Step
-from fedalloy.errors import FedAlloyWarning
+from fedalloy.client import EVAL_BATCH, Client, Step
+from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.auxiliary import Auxiliary
 from fedalloy.mechanisms.share import Share
 from fedalloy.random import generator
 from fedalloy.ranges import AtLeastOne, NonNegative
 from fedalloy.registry import recipe
 from fedalloy.server import Server
-from fedalloy.site import Site
+from fedalloy.site import Site, seeded
 from fedalloy.wire import Items, Reply, Slot
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+EPS = 1e-12
 
 
 def divergence(a: Tensor, b: Tensor) -> Tensor:
@@ -41,20 +42,25 @@ class Mutual(Mechanism):
     needs = frozenset({"an auxiliary model"})
 
     def loss(self, step: Step, my: Box) -> Tensor | None:
-        q_l, q_g = step.out.logits, step.client.net.aux(step.x).logits
+        client = step.client
+        with seeded(
+            client.seed, client.round, client.id, client.steps, "aux"
+        ):  # the own model's dropout is its own
+            q_l, q_g = step.out.logits, client.net.aux(step.x).logits
         ce_g = F.cross_entropy(q_g, step.y)
         if not self.distil:
             return ce_g
-        scale = (ce_g + F.cross_entropy(q_l, step.y)).detach() if self.adaptive else 1.0
+        scale = (ce_g + F.cross_entropy(q_l, step.y)).detach() if self.adaptive else torch.ones(())
         kl_g, kl_l = divergence(q_l.detach(), q_g), divergence(q_g.detach(), q_l)
-        return ce_g + (kl_g + kl_l) / scale  # the gradients do not mix: each KL reaches one model
+        return ce_g + (kl_g + kl_l) / scale.clamp(min=EPS)  # each KL reaches one model only
 
 
 @dataclass(frozen=True)
 class SubspaceConstraint(Mechanism):
     """mu ||P P^T delta - delta||^2 on the last p layers, delta the move since the round began (Eqs 7, 9, 10).
 
-    Its gradient is 2 mu (I - P P^T) delta. P starts as a random orthonormal basis of rank R; every s rounds it becomes
+    It works through its gradient, 2 mu (I - P P^T) delta, and reaches from the p-th last layer to the end of the
+    client's own model. P starts as a random orthonormal basis of rank R; every s rounds it becomes
     the first R left singular vectors of [P, delta] (Eq 8). It never leaves the client.
     """
 
@@ -64,7 +70,9 @@ class SubspaceConstraint(Mechanism):
     every: AtLeastOne = 3
 
     def build(self, site: Site) -> None:
-        layers = constrained_layers(site.net)
+        layers = own_layers(site.net)
+        if not layers:
+            raise FedAlloyError(f"{site.model} has no linear, convolutional or norm layer to constrain")
         if self.p > len(layers) / 2:
             covered = f"{min(self.p, len(layers))} of the {len(layers)} layers of {site.model}"
             advice = "for small nets start from p <= 2 and mu <= 0.1"
@@ -73,38 +81,51 @@ class SubspaceConstraint(Mechanism):
             )
 
     def born(self, client: Client, my: Box) -> None:
-        span = self._span(client)
-        draw = torch.randn(
-            span.stop - span.start, self.rank, generator=generator(client.seed, client.id, "subspace")
-        )
-        my.keep["P"] = torch.linalg.qr(draw).Q
+        draw = generator(client.seed, client.id, "subspace")
+        length = len(client.weights.flat[self._span(client)])
+        my.keep["P"] = torch.linalg.qr(torch.randn(length, self.rank, generator=draw)).Q
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["span"] = span = self._span(client)
+        my.memo["began"] = client.received[span]
 
     def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         if self.mu:
-            delta, basis = self._moved(step.client), my.keep["P"]
-            g[self._span(step.client)] += 2 * self.mu * (delta - basis @ (basis.T @ delta))
+            delta, P = self._moved(step.client, my), my.keep["P"]
+            g[my.memo["span"]] += 2 * self.mu * outside(delta, P)
         return g
 
     def finish(self, client: Client, my: Box) -> Items:
-        if (client.round - 1) % self.every == 0:
-            pair = torch.cat([my.keep["P"], self._moved(client)[:, None]], dim=1)
+        delta = self._moved(client, my)
+        due = (client.round - 1) % self.every == 0  # t mod s = 0; rounds are counted from 1, t from 0
+        if due and bool(torch.isfinite(delta).all()):  # else diverged, and an SVD would raise
+            pair = torch.cat([my.keep["P"], delta[:, None]], dim=1)
             my.keep["P"] = torch.linalg.svd(pair, full_matrices=False).U[:, : self.rank].contiguous()
         return {}
 
     def _span(self, client: Client) -> slice:
-        first = constrained_layers(client.net)[-self.p :][0]
-        start = client.weights.layout.span(first).start
-        return slice(start, client.weights.span("main").stop)
+        first = own_layers(client.net)[-self.p :][0]
+        return slice(client.weights.span(first).start, client.weights.span("main").stop)
 
-    def _moved(self, client: Client) -> Tensor:
-        span = self._span(client)
-        return client.weights.flat[span] - client.received[span]
+    def _moved(self, client: Client, my: Box) -> Tensor:
+        """delta (Eq 9)."""
+        moved: Tensor = client.weights.flat[my.memo["span"]] - my.memo["began"]
+        return moved
 
 
-def constrained_layers(net: nn.Module) -> list[str]:
-    """Names of the parameterised layers of a client's own model, towards the output."""
-    return [name for name, m in net.named_modules() if isinstance(m, LAYERS) and not name.startswith("aux.")]
+def outside(delta: Tensor, P: Tensor) -> Tensor:
+    """(I - P P^T) delta, whose squared length is L_proj (Eq 7)."""
+    return delta - P @ (P.T @ delta)
+
+
+def own_layers(net: nn.Module) -> list[str]:
+    """Names of the parameterised layers of a client's own model, the output last."""
+    return [
+        name
+        for name, module in net.named_modules()
+        if isinstance(module, LAYERS) and list(module.parameters()) and not name.startswith("aux.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -124,14 +145,14 @@ class Contribution(Mechanism):
         moved = (client.weights.flat[span] - client.received[span]).norm()
         before = client.frozen(client.received, client.received_buffers).net.aux
         total = torch.zeros((), dtype=torch.float64)
-        for x in torch.split(client.data.x, 512):
+        for x in torch.split(client.data.x, EVAL_BATCH):
             batch = client.data.prepare(x, None)
             total += (client.net.aux(batch).features - before(batch).features).double().square().sum()
-        return {"moved": moved, "shifted": (total if self.squared else total.sqrt()).float()}
+        return {"moved": moved, "shifted": (total if self.squared else total.sqrt()).to(moved.dtype)}
 
     def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
-        shares = [contributions([float(r.items[f"contribution.{key}"]) for r in replies]) for key in self.up]
-        return [sum(both) / 2 for both in zip(*shares, strict=True)]
+        shares = [contributions([float(r.items[f"{self.label}.{f}"]) for r in replies]) for f in self.up]
+        return [sum(both) / 2 for both in zip(*shares, strict=True)]  # W_m (Eq 15): either share sums to 1
 
 
 def contributions(values: Sequence[float]) -> list[float]:
