@@ -18,12 +18,14 @@ from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
 from fedalloy.console import complain, console, progress, resumable
 from fedalloy.data import load
+from fedalloy.diagnose import study
 from fedalloy.errors import FedAlloyError
 from fedalloy.expression import slug
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
+from fedalloy.ranges import AtLeastOne
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
-from fedalloy.run import resume, start
+from fedalloy.run import reopen, resume, start
 
 app = App(
     name="fedalloy",
@@ -199,6 +201,29 @@ def report(folder: Path, *, as_json: AsJson = False) -> None:
         _print_json({"written": [str(path) for path in written]})
     else:
         show.files(console(), **{path.name: path for path in written})
+
+
+@app.command
+def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False) -> None:
+    """Look inside a finished run: ranks, spectra, collapse, a map of features, and what its method has to show.
+
+    Reads the last checkpoint, rehearses one more local round without recording it, writes diagnostics.json and adds
+    the figures to the report.
+
+    Parameters
+    ----------
+    folder
+        The folder of a run.
+    clients
+        How many clients to look at.
+    """
+    found = study(*reopen(folder), RunFolder.existing(folder), clients)
+    written = write_run_report(folder)
+    if as_json:
+        _print_json({**found["numbers"], "report": str(written)})
+    else:
+        show.findings(console(), found["numbers"])
+        show.files(console(), report=written)
 
 
 @app.command

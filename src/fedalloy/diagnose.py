@@ -3,7 +3,6 @@
 import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,12 @@ from fedalloy.alloy import Findings
 from fedalloy.client import EVAL_BATCH, Client
 from fedalloy.diagnostics import Seen, generic
 from fedalloy.federation import Federation
+from fedalloy.folder import RunFolder
 from fedalloy.random import generator
 from fedalloy.server import Server
+from fedalloy.site import Sites
 from fedalloy.storage import write_whole
-from fedalloy.wire import Items, Reply
+from fedalloy.wire import Reply
 
 MOST_POINTS = 1500  # in a t-SNE picture
 
@@ -60,19 +61,20 @@ def mean_notes(replies: Sequence[Reply]) -> dict[str, float]:
 
 
 def study(
-    server: Server, federation: Federation, keeps: dict[int, Items], folder: Path, most_clients: int = 10
+    server: Server, sites: Sites, federation: Federation, folder: RunFolder, most_clients: int = 10
 ) -> dict[str, Any]:
     """Diagnostics of a finished run, with one more round of local training rehearsed and thrown away.
 
     Writes diagnostics.json, from which the report draws.
     """
     found = examine(server, federation)
+    keeps = {k: folder.vault.load(k, server.round + 1) for k in federation.eligible[:most_clients]}
     clients: dict[int, Findings] = {}
     points, owners, labels = [], [], []
     server.round += 1
     for k, keep in keeps.items():
         data = federation.client(k)
-        site = server.site
+        site = sites.of(k)
         client = Client(
             server.method, site, data, federation.info, server.local, keep, server.send(k), server.seed
         )
@@ -86,25 +88,24 @@ def study(
     server.round -= 1
     result = {
         "numbers": numbers(found),
-        "matrices": {name: _rows(value) for name, value in found.items() if isinstance(value, Tensor)},
+        "matrices": {name: value.tolist() for name, value in found.items() if isinstance(value, Tensor)},
         "clients": {
-            str(k): {n: v if isinstance(v, float) else _rows(v) for n, v in f.items()}
-            for k, f in clients.items()
+            str(k): {name: v if isinstance(v, float) else v.tolist() for name, v in said.items()}
+            for k, said in clients.items()
         },
-        "map": _map(torch.cat(points), owners, labels) if points else None,
+        "map": _map(points, owners, labels),
     }
-    write_whole(folder / "diagnostics.json", json.dumps(result).encode())
+    write_whole(folder.path / "diagnostics.json", json.dumps(result).encode())
     return result
 
 
-def _map(features: Tensor, owners: list[int], labels: list[int]) -> dict[str, Any]:
-    """Two dimensions for many (t-SNE), with whose samples they are and of which class."""
+def _map(points: list[Tensor], owners: list[int], labels: list[int]) -> dict[str, Any] | None:
+    """Two dimensions for many (t-SNE), with whose samples they are and of which class; of one space of features."""
+    if len({z.shape[1] for z in points}) != 1:
+        return None
     from sklearn.manifold import TSNE
 
+    features = torch.cat(points)
     perplexity = min(30.0, (len(features) - 1) / 3)
     flat = TSNE(perplexity=perplexity, random_state=0, init="pca").fit_transform(features.numpy())
     return {"x": flat[:, 0].tolist(), "y": flat[:, 1].tolist(), "client": owners, "class": labels}
-
-
-def _rows(value: Tensor) -> Any:
-    return value.tolist()

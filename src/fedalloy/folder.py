@@ -77,17 +77,21 @@ class RunFolder:
         """The server's state after a round; the history of that round is on disk already."""
         write_whole(self.path / "checkpoint" / "server.safetensors", dump(state, {"round": round}))
 
-    def restore(self) -> tuple[int, Items]:
-        """The last checkpoint, with history and private state cut back to it; round 0 if there is none."""
+    def checkpoint(self) -> tuple[int, Items]:
+        """The round of the last checkpoint and the server's state after it; round 0 if there is none."""
         file = self.path / "checkpoint" / "server.safetensors"
         state, facts = restore(file.read_bytes()) if file.exists() else ({}, {"round": 0})
-        round = int(str(facts["round"]))
+        return int(str(facts["round"])), state
+
+    def restore(self) -> tuple[int, Items]:
+        """The last checkpoint, with history and private state cut back to it."""
+        round, state = self.checkpoint()
         lines = [line for line in self.history() if line["round"] <= round]
         write_whole(
             self.path / "history.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         )
         self.vault.rewind(round)
-        for left in (*self.path.glob(".*"), *file.parent.glob(".*")):
+        for left in (*self.path.glob(".*"), *(self.path / "checkpoint").glob(".*")):
             if is_temporary(left):
                 left.unlink(missing_ok=True)
         return round, state

@@ -157,6 +157,18 @@ def resume(
     return play(Setup(config or stored), folder, on_round, on_reply)
 
 
+def reopen(path: Path) -> tuple[Server, Sites, Federation]:
+    """The server of a run as its last checkpoint left it."""
+    folder = RunFolder.existing(path)
+    setup = Setup(folder.config)
+    server = setup.server()
+    round, state = folder.checkpoint()
+    if not round:
+        raise FedAlloyError(f"{path} has no checkpoint yet; carry on with 'fedalloy run --resume {path}'")
+    server.resume(state, round)
+    return server, setup.sites, setup.federation
+
+
 def play(
     setup: Setup,
     folder: RunFolder,

@@ -187,3 +187,11 @@ def _table(*columns: str, title: str) -> Table:
     )  # fmt: skip
     table.columns[0].no_wrap = True
     return table
+
+
+def findings(console: Console, numbers: dict[str, float]) -> None:
+    """What diagnostics found, as numbers."""
+    table = Table("finding", "value", box=None)
+    for name, value in numbers.items():
+        table.add_row(escape(name), f"{value:.4g}")
+    console.print(table)

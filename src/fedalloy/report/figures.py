@@ -36,8 +36,8 @@ def curves(groups: Groups, measure: str) -> go.Figure | None:
     for position, (label, runs) in enumerate(groups.items()):
         rounds, values = _aligned(runs, measure)
         _add_line(figure, position, label, rounds, values)
-    _count_rounds(figure)
-    return _finished(figure, measure)
+    count_rounds(figure)
+    return finished(figure, measure)
 
 
 def accuracies(run: Run) -> go.Figure | None:
@@ -46,8 +46,8 @@ def accuracies(run: Run) -> go.Figure | None:
     for position, (measure, name) in enumerate(MEASURES.items()):
         rounds, values = _aligned([run], measure)
         _add_line(figure, position, name, rounds, values)
-    _count_rounds(figure)
-    return _finished(figure, "global_acc")
+    count_rounds(figure)
+    return finished(figure, "global_acc")
 
 
 def accuracy_by_bytes(groups: Groups, measure: str) -> go.Figure | None:
@@ -61,7 +61,7 @@ def accuracy_by_bytes(groups: Groups, measure: str) -> go.Figure | None:
         if any(sent):
             _add_line(figure, position, label, [count / unit for count in sent], values)
     figure.update_xaxes(title=f"sent up and down ({name})", hoverformat=".2f")
-    return _finished(figure, measure)
+    return finished(figure, measure)
 
 
 def client_spread(groups: Groups) -> go.Figure | None:
@@ -73,7 +73,7 @@ def client_spread(groups: Groups) -> go.Figure | None:
             figure.add_box(
                 x=values,
                 name=_row(label),
-                marker={"color": _colour(position), "size": 5, "opacity": 0.6},
+                marker={"color": colour(position), "size": 5, "opacity": 0.6},
                 boxpoints="all" if len(values) <= MOST_POINTS else "outliers",
                 pointpos=0,
                 jitter=0.6,
@@ -81,7 +81,7 @@ def client_spread(groups: Groups) -> go.Figure | None:
     figure.update_xaxes(title="accuracy of a client", tickformat=".0%", hoverformat=PERCENT)
     figure.update_yaxes(autorange="reversed", type="category")
     figure.update_layout(showlegend=False, height=_height([trace.name for trace in figure.data]))
-    return _finished(figure)
+    return finished(figure)
 
 
 def class_accuracy(groups: Groups, measure: str) -> go.Figure | None:
@@ -94,12 +94,12 @@ def class_accuracy(groups: Groups, measure: str) -> go.Figure | None:
             means = [_mean_known(column) for column in zip(*rows, strict=True)]
             names = next((run.class_names for run in runs if run.class_names), ())
             figure.add_bar(
-                x=_class_labels(names, len(means)), y=means, name=_text(label), marker=_bar(position)
+                x=_class_labels(names, len(means)), y=means, name=text(label), marker=_bar(position)
             )
     figure.update_xaxes(title="class", type="category")
     figure.update_yaxes(title="accuracy", tickformat=".0%", hoverformat=PERCENT)
     figure.update_layout(showlegend=len(figure.data) > 1)
-    return _finished(figure)
+    return finished(figure)
 
 
 def partition_picture(partition: Partition | None) -> go.Figure | None:
@@ -125,7 +125,7 @@ def partition_picture(partition: Partition | None) -> go.Figure | None:
         figure.update_layout(barmode="stack")
         figure.update_yaxes(title="samples")
     figure.update_xaxes(title="client", tickformat="d")
-    return _finished(figure)
+    return finished(figure)
 
 
 def time_by_round(run: Run) -> go.Figure | None:
@@ -136,10 +136,10 @@ def time_by_round(run: Run) -> go.Figure | None:
     for position, (phase, seconds) in enumerate(split.items()):
         if any(seconds):
             figure.add_bar(x=rounds, y=seconds, name=phase, marker=_bar(position))
-    _count_rounds(figure)
+    count_rounds(figure)
     figure.update_yaxes(title="seconds", hoverformat=".3f")
     figure.update_layout(barmode="stack")
-    return _finished(figure)
+    return finished(figure)
 
 
 def time_by_method(groups: Groups) -> go.Figure | None:
@@ -159,7 +159,7 @@ def time_by_method(groups: Groups) -> go.Figure | None:
     figure.update_xaxes(title="seconds per round", hoverformat=".3f")
     figure.update_yaxes(autorange="reversed", type="category")
     figure.update_layout(barmode="stack", height=_height(labels))
-    return _finished(figure)
+    return finished(figure)
 
 
 def bytes_by_slot(groups: Groups) -> go.Figure | None:
@@ -179,11 +179,11 @@ def bytes_by_slot(groups: Groups) -> go.Figure | None:
     figure = go.Figure()
     for position, slot in enumerate(slots):
         shares = [whole[slot] / unit for whole in totals.values()]
-        figure.add_bar(y=list(totals), x=shares, name=_text(slot), orientation="h", marker=_bar(position))
+        figure.add_bar(y=list(totals), x=shares, name=text(slot), orientation="h", marker=_bar(position))
     figure.update_xaxes(title=name, hoverformat=".2f")
     figure.update_yaxes(autorange="reversed", type="category")
     figure.update_layout(barmode="stack", height=_height(list(totals)))
-    return _finished(figure)
+    return finished(figure)
 
 
 def _aligned(runs: Sequence[Run], measure: str) -> tuple[list[int], list[list[float]]]:
@@ -201,14 +201,14 @@ def _add_line(
 ) -> None:
     if not x:
         return
-    colour = _colour(position)
+    shade = colour(position)
     if len(values[0]) > 1:
         upper, lower = [max(seeds) for seeds in values], [min(seeds) for seeds in values]
         figure.add_scatter(
             x=[*x, *reversed(x)],
             y=[*upper, *reversed(lower)],
             fill="toself",
-            fillcolor=colour,
+            fillcolor=shade,
             opacity=0.18,
             line={"width": 0},
             mode="lines",
@@ -219,15 +219,15 @@ def _add_line(
     figure.add_scatter(
         x=x,
         y=[fmean(seeds) for seeds in values],
-        name=_text(label),
+        name=text(label),
         mode="lines+markers" if len(x) <= MOST_MARKERS else "lines",
-        line={"color": colour, "width": 2, "dash": DASHES[position // len(PALETTE) % len(DASHES)]},
+        line={"color": shade, "width": 2, "dash": DASHES[position // len(PALETTE) % len(DASHES)]},
         marker={"size": 5},
         legendgroup=str(position),
     )
 
 
-def _finished(figure: go.Figure, measure: str = "") -> go.Figure | None:
+def finished(figure: go.Figure, measure: str = "") -> go.Figure | None:
     if not figure.data:
         return None
     if measure in MEASURES:
@@ -250,32 +250,32 @@ def _finished(figure: go.Figure, measure: str = "") -> go.Figure | None:
     )
 
 
-def _count_rounds(figure: go.Figure) -> None:
+def count_rounds(figure: go.Figure) -> None:
     """Rounds are whole numbers, however few there are."""
     last = max((max(trace.x) for trace in figure.data if trace.x), default=0)
     figure.update_xaxes(title="round", tickformat="d", dtick=1 if last <= 10 else None)
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
     """Plotly reads a little HTML in labels; a name is to be shown as it is."""
     return escape(name, quote=False)
 
 
 def _row(name: str) -> str:
     """A name beside a bar, on lines short enough for a narrow screen, broken before its options."""
-    return "<br>".join(map(_text, wrap(name.replace("(", " ("), ROW_LABEL)))
+    return "<br>".join(map(text, wrap(name.replace("(", " ("), ROW_LABEL)))
 
 
 def _class_labels(names: Sequence[str], classes: int) -> list[str]:
-    return [_text(names[c]) if c < len(names) else str(c) for c in range(classes)]
+    return [text(names[c]) if c < len(names) else str(c) for c in range(classes)]
 
 
-def _colour(position: int) -> str:
+def colour(position: int) -> str:
     return PALETTE[position % len(PALETTE)]
 
 
 def _bar(position: int) -> dict[str, object]:
-    return {"color": _colour(position), "line": {"width": 0}}
+    return {"color": colour(position), "line": {"width": 0}}
 
 
 def _height(rows: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import tomli_w
 
 from fedalloy.report import figures
 from fedalloy.report.files import write_text
+from fedalloy.report.inside import inside_pictures
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables, warnings
 from fedalloy.report.results import comparison_tables, run_tables
 from fedalloy.report.runs import MEASURES, Comparison, Run, read_comparison, read_run
@@ -48,6 +49,7 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
         warnings([f"This run {what}." for what in _ending(run)]),
         section("Results", tables([*run_tables(run), *_refusals({"": run})])),
         section("Figures", pictures(_run_pictures(run))),
+        *([section("Inside the model", pictures(inside))] if (inside := inside_pictures(run)) else []),
         section("Reproduce", [card(code("fedalloy run --config config.toml"))]),
         section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
     ]

@@ -46,6 +46,26 @@ class Metrics(Record):
     per_class: tuple[float | None, ...] = ()
 
 
+class Map(Record):
+    """Features of samples in two dimensions, with the client that holds them and their class."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    client: tuple[int, ...]
+    label: tuple[int, ...] = Field(alias="class")
+
+
+class Diagnostics(Record):
+    """diagnostics.json: what `fedalloy diagnose` found."""
+
+    numbers: dict[str, float] = {}
+    matrices: dict[str, tuple[float, ...] | tuple[tuple[float, ...], ...]] = {}
+    clients: dict[int, dict[str, float | tuple[float, ...]]] = {}
+    map: Map | None = None
+
+
 class Round(Record):
     """One line of history.jsonl."""
 
@@ -56,6 +76,7 @@ class Round(Record):
     bytes_down: dict[str, int] = {}
     seconds: dict[str, float] = {}
     metrics: Metrics | None = None
+    diagnostics: dict[str, float] = {}
     diverged: bool = False
 
 
@@ -97,6 +118,7 @@ class Run:
     history: tuple[Round, ...]
     summary: Summary | None
     partition: Partition | None
+    diagnostics: Diagnostics | None = None
 
     @property
     def title(self) -> str:
@@ -194,6 +216,7 @@ def read_run(folder: Path) -> Run:
         history=_history(folder / "history.jsonl"),
         summary=_optional(folder / "summary.json", Summary),
         partition=_optional(folder / "partition.json", Partition),
+        diagnostics=_optional(folder / "diagnostics.json", Diagnostics),
     )
 
 

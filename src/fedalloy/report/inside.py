@@ -1,0 +1,105 @@
+"""Figures of what diagnostics found: numbers by round, spectra, matrices, and a map of the clients' features."""
+
+import plotly.graph_objects as go
+
+from fedalloy.report.figures import colour, count_rounds, finished, text
+from fedalloy.report.page import Picture
+from fedalloy.report.runs import Diagnostics, Map, Run
+
+
+def inside_pictures(run: Run) -> list[Picture]:
+    """Every figure that there are findings for."""
+    found = run.diagnostics or Diagnostics()
+    pictures = [
+        Picture("diagnostics", "Diagnostics by round", "Each divided by its largest value.", by_round(run))
+    ]
+    spectra = {name: values for name, values in found.matrices.items() if name.startswith("spectrum")}
+    pictures.append(
+        Picture("spectra", "Singular values", "Of the last checkpoint, largest first.", spectrum(spectra))
+    )
+    for number, (name, rows) in enumerate(found.matrices.items()):
+        if rows and isinstance(rows[0], tuple):
+            pictures.append(
+                Picture(f"matrix{number}", name.capitalize(), "At the last checkpoint.", heat_map(rows))
+            )
+    norms = "Of every client after one more round of training; a dot is a class."
+    pictures.append(Picture("norms", "Class weights against class shares", norms, norms_by_share(found)))
+    for by in ("client", "label"):
+        title = "Features by client" if by == "client" else "Features by class"
+        pictures.append(
+            Picture(f"map-{by}", title, "t-SNE after one more local round.", feature_map(found.map, by))
+        )
+    return [picture for picture in pictures if picture.figure is not None]
+
+
+def by_round(run: Run) -> go.Figure | None:
+    """Every number that was recorded during the run."""
+    figure = go.Figure()
+    names = dict.fromkeys(name for entry in run.history for name in entry.diagnostics)
+    for position, name in enumerate(names):
+        curve = {entry.round: entry.diagnostics[name] for entry in run.history if name in entry.diagnostics}
+        largest = max(map(abs, curve.values())) or 1.0
+        figure.add_scatter(
+            x=list(curve),
+            y=[value / largest for value in curve.values()],
+            name=f"{text(name)} (largest {largest:.3g})",
+            mode="lines+markers",
+            line={"color": colour(position)},
+            customdata=list(curve.values()),
+            hovertemplate="%{customdata:.4g}",
+        )
+    count_rounds(figure)
+    return finished(figure)
+
+
+def spectrum(spectra: dict[str, tuple[float, ...] | tuple[tuple[float, ...], ...]]) -> go.Figure | None:
+    figure = go.Figure()
+    for position, (name, values) in enumerate(spectra.items()):
+        figure.add_scatter(
+            y=values, name=text(name.removeprefix("spectrum of ")), line={"color": colour(position)}
+        )
+    figure.update_yaxes(type="log", title="singular value", exponentformat="power")
+    figure.update_xaxes(title="index")
+    return finished(figure)
+
+
+def heat_map(rows: tuple[tuple[float, ...], ...] | tuple[float, ...]) -> go.Figure | None:
+    figure = go.Figure(go.Heatmap(z=rows, colorscale="Viridis", zmin=0))
+    figure.update_yaxes(autorange="reversed", title="class")
+    figure.update_xaxes(title="class")
+    return finished(figure)
+
+
+def norms_by_share(found: Diagnostics) -> go.Figure | None:
+    figure = go.Figure()
+    for position, (client, said) in enumerate(found.clients.items()):
+        if "norms of class weights" in said:
+            figure.add_scatter(
+                x=said["class shares"],
+                y=said["norms of class weights"],
+                mode="markers",
+                name=f"client {client}",
+                marker={"color": colour(position)},
+            )
+    figure.update_xaxes(title="share of the class in the client's data", tickformat=".0%")
+    figure.update_yaxes(title="norm of the class weight")
+    return finished(figure)
+
+
+def feature_map(drawn: Map | None, by: str) -> go.Figure | None:
+    figure = go.Figure()
+    if drawn is None:
+        return None
+    group = drawn.client if by == "client" else drawn.label
+    for position, one in enumerate(sorted(set(group))):
+        inside = [i for i, other in enumerate(group) if other == one]
+        figure.add_scatter(
+            x=[drawn.x[i] for i in inside],
+            y=[drawn.y[i] for i in inside],
+            mode="markers",
+            name=f"{'client' if by == 'client' else 'class'} {one}",
+            marker={"color": colour(position), "size": 4},
+        )
+    figure.update_xaxes(showticklabels=False)
+    figure.update_yaxes(showticklabels=False)
+    return finished(figure)
