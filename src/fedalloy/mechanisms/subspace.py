@@ -1,20 +1,22 @@
 """Subspace: all that is additive lives, for one round, in a random subspace that both ends draw from a seed."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, Oracle
+from fedalloy.alloy import Box, Mechanism, Names, Oracle
 from fedalloy.client import Step
 from fedalloy.random import generator
 from fedalloy.ranges import AtLeastOne, Share01
 from fedalloy.site import Site
 
 Draw = Literal["haar", "gaussian", "coordinate"]
+Side = Literal["left", "longer", "input"]
+
+REMEMBERED = 2  # draws at hand: a client decodes the update of the last round, then works in this one
 
 
 def projector(rows: int, rank: int, draw: torch.Generator, kind: Draw = "haar") -> Tensor:
@@ -35,101 +37,139 @@ def projector(rows: int, rank: int, draw: torch.Generator, kind: Draw = "haar") 
 
 @dataclass(frozen=True)
 class Subspace(Mechanism):
-    """Every additive value v travels as P v, and the gradient is P^T P g, so that training stays in the range of P^T.
+    """Every additive value v travels as P v, and the gradient as P^T P g, so that training stays in the range of P^T.
 
     A weight of shape out x rest is seen as an m x n matrix and P acts from the left, rank max(1, round(ratio m));
-    `scope="global"` draws one P for the whole vector (small problems only). Vectors and matrices of fewer than
-    `min_rows` rows travel whole. P is drawn anew every `refresh` rounds, from (seed, round, tensor).
+    `side="longer"` projects the longer of m and n, "input" the second axis (the columns of a linear layer, the input
+    channels of a convolution), `scope="global"` draws one P for the whole vector (small problems only). Vectors, and
+    sides shorter than `min_rows`, travel whole. P is drawn anew every `refresh` rounds, from (seed, round, tensor).
+    Of `draw="gaussian"` only the range counts: values and gradients are projected onto it.
     """
 
     ratio: Share01 = 0.2
     refresh: AtLeastOne = 1
     scope: Literal["tensor", "global"] = "tensor"
-    side: Literal["left", "longer"] = "left"
+    side: Side = "left"
     min_rows: AtLeastOne = 4
     draw: Draw = "haar"
 
-    needs = frozenset({"global model"})
+    @property
+    def needs(self) -> Names:
+        return frozenset({"global model"})
 
     @property
     def outermost(self) -> bool:
         return True
 
     def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
-        site, round = step.client.site, step.client.round
-        return self.decode(site, self.encode(site, oracle(step), round), round)
+        return step.client.as_sent(oracle(step))
 
     def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
         return torch.cat([block.coded(value) for block in self.blocks(site, round)])
 
     def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
         blocks = self.blocks(site, round)
-        pieces = torch.split(coded, [block.coded_size for block in blocks])
+        pieces = torch.split(coded, [block.cut.coded_size for block in blocks])
         return torch.cat([block.full(piece) for block, piece in zip(blocks, pieces, strict=True)])
 
     def coded_size(self, site: Site) -> int:
-        return sum(block.coded_size for block in self.blocks(site, 1))
+        return sum(cut.coded_size for cut in self.cuts(site))
 
-    def blocks(self, site: Site, round: int) -> "list[Block]":
-        """The flat vector cut into matrices, each with this round's projector, drawn once for all clients."""
-        epoch = (round - 1) // self.refresh
-        if site.memo.get("subspace epoch") != epoch:
-            site.memo["subspace epoch"] = epoch
-            site.memo["subspace"] = [self._block(site, epoch, *cut) for cut in self._cuts(site)]
-        drawn: list[Block] = site.memo["subspace"]
-        return drawn
-
-    def _cuts(self, site: Site) -> Iterator[tuple[str, slice, tuple[int, int]]]:
+    def cuts(self, site: Site) -> "list[Cut]":
+        """The flat vector, tensor by tensor."""
         layout = site.weights.layout
         if self.scope == "global":
-            yield "all", slice(0, layout.size), (layout.size, 1)
-            return
-        for name, (start, stop) in layout.spans.items():
-            shape = layout.shapes[name]
-            rows = shape[0] if len(shape) > 1 else 1
-            yield name, slice(start, stop), (rows, (stop - start) // rows)
+            return [self._cut("all", slice(0, layout.size), (1, layout.size, 1))]
+        return [
+            self._cut(name, slice(*span), self._seen(layout.shapes[name]))
+            for name, span in layout.spans.items()
+        ]
 
-    def _block(self, site: Site, epoch: int, name: str, span: slice, shape: tuple[int, int]) -> "Block":
-        turned = self.side == "longer" and shape[0] < shape[1] and shape[0] > 1
-        rows = shape[1] if turned else shape[0]
-        if rows < self.min_rows:
-            return Block(span, shape, False, None)
-        rank = max(1, round(self.ratio * rows))
-        p = projector(rows, rank, generator(site.seed, epoch, name, "subspace"), self.draw)
-        return Block(span, shape, turned, p.to(site.initial.dtype), self.draw != "gaussian")
+    def blocks(self, site: Site, round: int) -> "list[Block]":
+        """The cuts with this round's projectors, drawn once for all clients."""
+        epoch = self.epoch(round)
+        drawn: dict[int, list[Block]] = site.memo.setdefault("subspace", {})
+        blocks = (
+            drawn.pop(epoch) if epoch in drawn else [self._block(site, epoch, c) for c in self.cuts(site)]
+        )
+        drawn[epoch] = blocks  # in the order of their last use
+        for old in list(drawn)[:-REMEMBERED]:
+            del drawn[old]
+        return blocks
+
+    def epoch(self, round: int) -> int:
+        """Rounds of the same epoch share their projectors."""
+        return (round - 1) // self.refresh
+
+    def _seen(self, shape: torch.Size) -> tuple[int, int, int]:
+        """A tensor with three axes, of which the middle one is projected."""
+        if len(shape) < 2:
+            return shape.numel(), 1, 1
+        out, rest = shape[0], shape[1:].numel()
+        if self.side == "input":
+            return out, shape[1], rest // shape[1]
+        return (out, rest, 1) if self.side == "longer" and rest > out else (1, out, rest)
+
+    def _cut(self, name: str, span: slice, shape: tuple[int, int, int]) -> "Cut":
+        rows = shape[1]
+        whole = rows < max(self.min_rows, 2)
+        return Cut(name, span, shape, 0 if whole else max(1, round(self.ratio * rows)))
+
+    def _block(self, site: Site, epoch: int, cut: "Cut") -> "Block":
+        if not cut.rank:
+            return Block(cut)
+        p = projector(cut.shape[1], cut.rank, generator(site.seed, epoch, cut.name, "subspace"), self.draw)
+        coder = _left_inverse(p.T) if self.draw == "gaussian" else p
+        dtype = site.initial.dtype
+        return Block(cut, p.to(dtype), coder.to(dtype))
+
+
+def _left_inverse(matrix: Tensor) -> Tensor:
+    """By QR: the condition number is not squared."""
+    q, r = torch.linalg.qr(matrix)
+    inverse: Tensor = torch.linalg.solve_triangular(r, q.T, upper=True)
+    return inverse
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One tensor of the flat vector; the middle of its three axes is projected to `rank`, if that is not 0."""
+
+    name: str
+    span: slice
+    shape: tuple[int, int, int]
+    rank: int
+
+    @property
+    def coded_size(self) -> int:
+        before, rows, behind = self.shape
+        return before * (self.rank or rows) * behind
 
 
 @dataclass(frozen=True)
 class Block:
-    """One tensor of the flat vector as a matrix, its projected side turned to the rows; without P it goes whole."""
+    """One tensor with this round's P. Seen from the projected axis it is a matrix M; without P it goes whole."""
 
-    span: slice
-    shape: tuple[int, int]
-    turned: bool
-    p: Tensor | None
-    orthonormal: bool = True
-
-    @property
-    def coded_size(self) -> int:
-        rows, columns = self.shape[::-1] if self.turned else self.shape
-        return (rows if self.p is None else len(self.p)) * columns
+    cut: Cut
+    p: Tensor | None = None
+    coder: Tensor | None = None  # turns P^T b into b; P itself where its rows are orthonormal
 
     def projected(self, flat: Tensor) -> Tensor:
         """P M."""
-        if self.p is None:
-            return flat[self.span]
-        matrix = flat[self.span].view(self.shape)
-        return (self.p @ (matrix.T if self.turned else matrix)).flatten()
+        return self._times(self.p, flat)
 
     def coded(self, flat: Tensor) -> Tensor:
-        """The coordinates b of a move M = P^T b; P M where the rows of P are orthonormal."""
-        if self.p is None or self.orthonormal:
-            return self.projected(flat)
-        b: Tensor = torch.linalg.solve(self.p @ self.p.T, self.projected(flat).view(len(self.p), -1))
-        return b.flatten()
+        """The coordinates b of a move M = P^T b."""
+        return self._times(self.coder, flat)
 
     def full(self, coded: Tensor) -> Tensor:
         if self.p is None:
             return coded
-        matrix = self.p.T @ coded.view(len(self.p), -1)
-        return (matrix.T if self.turned else matrix).flatten()
+        before, rows, behind = self.cut.shape
+        return (self.p.T @ coded.view(len(self.p), -1)).view(rows, before, behind).movedim(0, 1).flatten()
+
+    def _times(self, p: Tensor | None, flat: Tensor) -> Tensor:
+        if p is None:
+            return flat[self.cut.span]
+        matrix = flat[self.cut.span].view(self.cut.shape).movedim(1, 0).reshape(self.cut.shape[1], -1)
+        return (p @ matrix).flatten()

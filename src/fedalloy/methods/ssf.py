@@ -7,7 +7,7 @@ from typing import Literal
 
 from fedalloy.alloy import Alloy, alloy
 from fedalloy.mechanisms.stream import Stream
-from fedalloy.mechanisms.subspace import Subspace
+from fedalloy.mechanisms.subspace import Side, Subspace
 from fedalloy.methods.scaffold import Control
 from fedalloy.ranges import AtLeastOne, Positive, Share01
 from fedalloy.registry import recipe
@@ -19,7 +19,7 @@ def ssf(
     server_lr: Positive = 1.0,
     refresh: AtLeastOne = 1,
     scope: Literal["tensor", "global"] = "tensor",
-    side: Literal["left", "longer"] = "left",
+    side: Side = "left",
     min_rows: AtLeastOne = 4,
 ) -> Alloy:
     # Steps follow P^T P (g + c - c_i); c_i += P^T (p_i+ - p_i) is the projected change that also goes to the server:

@@ -1,0 +1,71 @@
+"""The matrix regression of `fedalloy.reproduce` through the real core: the model is one matrix, a step the gradient."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from laboratory import Lab, consecutive, handed_out
+from torch import Tensor, nn
+
+from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.client import Step
+from fedalloy.data import Dataset
+from fedalloy.nets.base import Inputs, Net, Outputs
+from fedalloy.reproduce.matrix import STEPS, Problem
+
+
+class _Matrix(Net):
+    """W, which starts at zero; the "logits" of any batch are W itself."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        head = nn.Linear(columns, rows, bias=False)
+        nn.init.zeros_(head.weight)
+        super().__init__(nn.Identity(), head)
+
+    def forward(self, x: Tensor) -> Outputs:
+        (w,) = self.head.parameters()
+        return Outputs(x, x, w)
+
+
+def matrix(inputs: Inputs) -> Net:
+    return _Matrix(*inputs.shape, inputs.classes)
+
+
+def transposed(inputs: Inputs) -> Net:
+    """W^T, as a linear layer stores it: out x in."""
+    return _Matrix(inputs.classes, *inputs.shape)
+
+
+@dataclass(frozen=True)
+class _Regression(Mechanism):
+    """f_i(W) up to a constant: its gradient is H_i W - G_i."""
+
+    problem: Problem = field(compare=False)
+
+    def task(self, step: Step, my: Box) -> Tensor:
+        i, g = step.client.id, self.problem.targets[step.client.id]
+        w = step.out.logits if step.out.logits.shape == g.shape else step.out.logits.T
+        return 0.5 * (w * (self.problem.hessians[i] @ w)).sum() - (w * g).sum()
+
+
+def small(zeta: float = 1.0, rows: int = 12, seed: int = 0) -> Problem:
+    return Problem.drawn(zeta, seed, clients=4, samples=2 * rows, rows=rows, columns=3)
+
+
+def regress(method: Alloy, problem: Problem, model: str = "matrix", **local: Any) -> Lab:
+    """The method on this problem: K steps a round with exact gradients. Needs float64."""
+    (clients, _, rows), columns = problem.a.shape, problem.b.shape[2]
+    dataset = Dataset(
+        "dummies", torch.zeros(clients, rows), torch.zeros(clients).long(), clients, "vector", columns
+    )
+    federation = handed_out(dataset, consecutive((1,) * clients), [[] for _ in range(clients)])
+    settings = {"lr": 0.05, "steps": STEPS, **local}
+    return Lab(
+        alloy(method.title, method, _Regression(problem)), federation, f"regression:{model}", **settings
+    )
+
+
+def error(lab: Lab, problem: Problem) -> float:
+    """|W - W_opt| / |W_opt|."""
+    best = problem.optimum
+    return float((lab.weights.view_as(best) - best).norm() / best.norm())
