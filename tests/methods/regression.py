@@ -1,5 +1,6 @@
-"""The matrix regression of `fedalloy.reproduce` through the real core: the model is one matrix, a step the gradient."""
+"""Problems in float64: the matrix regression of `fedalloy.reproduce` through the real core, and a net for digits."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,19 @@ def matrix(inputs: Inputs) -> Net:
 def transposed(inputs: Inputs) -> Net:
     """W^T, as a linear layer stores it: out x in."""
     return _Matrix(inputs.classes, *inputs.shape)
+
+
+class _Cast(nn.Module):
+    """Samples arrive in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.get_default_dtype()).flatten(1)
+
+
+def net(inputs: Inputs) -> Net:
+    """An MLP with BatchNorm in the precision of the moment."""
+    layers = [nn.Linear(math.prod(inputs.shape), 16), nn.BatchNorm1d(16), nn.ReLU()]
+    return Net(nn.Sequential(_Cast(), *layers), nn.Linear(16, inputs.classes))
 
 
 @dataclass(frozen=True)
