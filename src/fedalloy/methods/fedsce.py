@@ -42,11 +42,9 @@ class Mutual(Mechanism):
     needs = frozenset({"an auxiliary model"})
 
     def loss(self, step: Step, my: Box) -> Tensor | None:
-        client = step.client
-        with seeded(
-            client.seed, client.round, client.id, client.steps, "aux"
-        ):  # the own model's dropout is its own
-            q_l, q_g = step.out.logits, client.net.aux(step.x).logits
+        at = step.client
+        with seeded(at.seed, at.round, at.id, at.steps, "aux"):  # leaves the own model's dropout alone
+            q_l, q_g = step.out.logits, at.net.aux(step.x).logits
         ce_g = F.cross_entropy(q_g, step.y)
         if not self.distil:
             return ce_g
