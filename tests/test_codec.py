@@ -226,7 +226,7 @@ def test_every_tensor_has_its_own_projector(side: Side, draw: Draw) -> None:
         ({"min_rows": 6}, [2 * 9, 6, 5 * 36, 5, 5, 3 * 9, 3]),
         ({"side": "longer"}, [6 * 2, 6, 5 * 9, 5, 5, 3 * 2, 3]),
         ({"side": "input"}, [6 * 9, 6, 5 * 2 * 6, 5, 5, 3 * 2, 3]),
-        ({"scope": "global"}, [70]),
+        ({"scope": "whole"}, [70]),
     ],
 )
 def test_ranks(settings: dict[str, Any], sizes: list[int]) -> None:

@@ -54,10 +54,16 @@ class Spec:
     slot: Slot
     shape: tuple[int, ...]
 
+    @property
+    def loose(self) -> bool:
+        """Whether the first dimension depends on the client: the classes it holds, the updates it missed."""
+        return self.slot.shape[:1] in {("held",), ("missing",), ("coded",)}
+
     def fits(self, shape: tuple[int, ...]) -> bool:
-        if self.slot.shape[:1] != ("held",):
+        if not self.loose:
             return shape == self.shape
-        return len(shape) == len(self.shape) and shape[0] <= self.shape[0] and shape[1:] == self.shape[1:]
+        upto = self.shape[0] if self.slot.shape[0] == "held" else math.inf
+        return len(shape) == len(self.shape) and shape[0] <= upto and shape[1:] == self.shape[1:]
 
     @property
     def bytes(self) -> int:
@@ -86,7 +92,9 @@ class Reply:
     seen: int = 0  # samples trained on, counted once for every pass
     loss: float = 0.0
     seconds: float = 0.0
-    notes: dict[str, float] = field(default_factory=dict)  # diagnostics of a simulation; a real federation sends none
+    notes: dict[str, float] = field(
+        default_factory=dict
+    )  # diagnostics of a simulation; a real federation sends none
 
 
 def bytes_of(items: Mapping[str, Tensor]) -> dict[str, int]:

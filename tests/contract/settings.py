@@ -19,6 +19,7 @@ class Row:
     method: str
     private: bool = False  # whether clients keep state of their own
     silent: bool = False  # whether that state only serves the client's own predictions, never its training
+    indispensable: bool = False  # whether a client that lost that state cannot go on
     models: tuple[str, ...] = (PLAIN, NORMED)
     zero: tuple[str, str] | None = (
         None  # with its hyper-parameter at 0, and the simpler method that this must be
@@ -37,6 +38,15 @@ ROWS = (
     Row("feddyn(alpha=0.1)", private=True),
     Row("moon(mu=5, proj_dim=8)", private=True, zero=("moon(mu=0, proj_dim=8)", "fedavg+projector(width=8)")),
     Row("local", private=True),
+    Row("feddw(mu=10)", zero=("feddw(mu=0)", "fedavg+headwithoutbias")),
+    Row("balancedsoftmax", zero=("balancedsoftmax(tau_prior=0)", "fedavg")),
+    Row("fedetf"),
+    Row("feddecorr(beta=1)", zero=("feddecorr(beta=0)", "fedavg")),
+    Row("fedblade", models=(NORMED,), zero=("fedblade(beta=0, gamma=0)", "fedetf")),
+    Row("fedrda(alpha=1, gamma=1)", zero=("fedrda(alpha=0, gamma=0)", "fedavg+compacthead(alpha=0)")),
+    Row("fedsce(p=1, mu=0.1)", private=True),
+    Row("ssf(ratio=0.5)", private=True, indispensable=True),
+    Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -52,4 +62,12 @@ VARIANTS = (
     Row("moon(proj_dim=8)+prox(mu=0.1)", private=True, models=(PLAIN,)),
     Row("share(part='body')", private=True, models=(NORMED,)),
     Row("scaffold+dynamic", private=True, models=(PLAIN,)),
+    Row("moon(proj_dim=8)+dw(mu=10)", private=True, models=(PLAIN,)),
+    Row("feddw(mu=10, sl_momentum=0.5, mu_decay=10, mu_decay_every=2)", models=(PLAIN,)),
+    Row("fedblade(decorr=feddecorr, no_fa=True, no_df=True, absent_count=0)", models=(NORMED,)),
+    Row("fedrda(encoder=autoencoder, decomposition=pca, depth=2, main_loss=False)", models=(NORMED,)),
+    Row("fedrda(encoder=orthogonal, decomposition=qr, scores=logits)", models=(PLAIN,)),
+    Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
+    Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
+    Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
 )

@@ -84,7 +84,7 @@ def test_both_ends_draw_the_same_projector() -> None:
 
 
 @double()
-@pytest.mark.parametrize("settings", [{}, {"side": "longer"}, {"side": "input"}, {"scope": "global"}])
+@pytest.mark.parametrize("settings", [{}, {"side": "longer"}, {"side": "input"}, {"scope": "whole"}])
 def test_the_codec_is_one_orthonormal_operator(settings: dict[str, Any]) -> None:
     """Check: P P^T = I_r on the whole flat vector, and decoding is P^T."""
     lab = Lab(ssf(**settings), digits(), "mlp(hidden=6)")
@@ -112,7 +112,7 @@ def test_draws_are_remembered_for_two_rounds() -> None:
 
 
 @double()
-@pytest.mark.parametrize("scope", ["tensor", "global"])
+@pytest.mark.parametrize("scope", ["tensor", "whole"])
 def test_full_rank_is_scaffold(scope: str) -> None:
     """Check: r = d: iterates equal SCAFFOLD to floating-point tolerance, with any participation."""
     problem = small()
@@ -278,7 +278,7 @@ def floats(items: dict[str, Tensor]) -> int:
 
 
 @double()
-@pytest.mark.parametrize("scope", ["tensor", "global"])
+@pytest.mark.parametrize("scope", ["tensor", "whole"])
 def test_messages_do_not_depend_on_the_dimension(scope: str) -> None:
     """Check: 2r floats and one round id each way, independent of d."""
     for rows in (20, 40, 80):

@@ -9,6 +9,7 @@ import torch
 from fedalloy.alloy import Box, Names, Slots
 from fedalloy.client import Client
 from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.server import Server
 from fedalloy.wire import Items, Slot
@@ -67,6 +68,11 @@ class Stream(Share):
     def load(self, client: Client, my: Box) -> None:
         if len(my.got["dense"]):
             my.keep["x"] = my.got["dense"].clone()
+        elif "x" not in my.keep:
+            raise FedAlloyError(
+                f"client {client.id} has lost its copy of the shared weights, which {client.method.title} "
+                "sends only once; restore its private state, or start a new run"
+            )
         else:
             missed = my.got["updates"].view(-1, client.site.coded_size)
             for round, update in enumerate(missed, int(my.got["since"])):

@@ -41,14 +41,14 @@ class Subspace(Mechanism):
 
     A weight of shape out x rest is seen as an m x n matrix and P acts from the left, rank max(1, round(ratio m));
     `side="longer"` projects the longer of m and n, "input" the second axis (the columns of a linear layer, the input
-    channels of a convolution), `scope="global"` draws one P for the whole vector (small problems only). Vectors, and
+    channels of a convolution), `scope="whole"` draws one P for the whole vector (small problems only). Vectors, and
     sides shorter than `min_rows`, travel whole. P is drawn anew every `refresh` rounds, from (seed, round, tensor).
     Of `draw="gaussian"` only the range counts: values and gradients are projected onto it.
     """
 
     ratio: Share01 = 0.2
     refresh: AtLeastOne = 1
-    scope: Literal["tensor", "global"] = "tensor"
+    scope: Literal["tensor", "whole"] = "tensor"
     side: Side = "left"
     min_rows: AtLeastOne = 4
     draw: Draw = "haar"
@@ -78,7 +78,7 @@ class Subspace(Mechanism):
     def cuts(self, site: Site) -> "list[Cut]":
         """The flat vector, tensor by tensor."""
         layout = site.weights.layout
-        if self.scope == "global":
+        if self.scope == "whole":
             return [self._cut("all", slice(0, layout.size), (1, layout.size, 1))]
         return [
             self._cut(name, slice(*span), self._seen(layout.shapes[name]))

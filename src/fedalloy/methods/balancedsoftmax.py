@@ -6,6 +6,7 @@ Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition". NeurIPS 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class BalancedSoftmax(Mechanism):
 
 def log_prior(counts: Tensor, absent_count: int = 1) -> Tensor:
     """log m: minus infinity masks a class that a client lacks."""
-    return counts.clamp(min=absent_count).float().log()
+    return counts.clamp(min=absent_count).to(torch.get_default_dtype()).log()
 
 
 @recipe("Balanced softmax", family="calibration", paper="Ren et al., NeurIPS 2020")

@@ -30,7 +30,8 @@ def log_det(z: Tensor, eps: float = 1e-4, var_eps: float = 1e-8) -> Tensor:
     """L_LD = -log det(K + eps I_d), K = X^T X / (B - 1) (Eq 11), less its constant -(d - r) log eps, r = min(B, d).
 
     det(eps I_d + X^T X / (B-1)) = eps^(d-B) det(eps I_B + X X^T / (B-1)): the Gram matrix of the batch has the same
-    gradient, in milliseconds. Float64: the d x d Cholesky in float32 gives noise.
+    gradient, in milliseconds. Float64: the d x d Cholesky in float32 gives noise. Centring leaves one eigenvalue 0
+    in the batch's Gram matrix, so for B <= d the value still holds one -log eps.
     """
     batch, width = z.shape
     x = z_scores(z.double(), var_eps) / math.sqrt(batch - 1)
@@ -39,13 +40,28 @@ def log_det(z: Tensor, eps: float = 1e-4, var_eps: float = 1e-8) -> Tensor:
     return -volume.to(z.dtype)
 
 
+def bounded(z: Tensor, limit: float | None) -> Tensor:
+    """z; the gradient that comes back through this copy of it is shortened to the norm `limit` if it is longer."""
+    if limit is None or not z.requires_grad:
+        return z
+    z = z.view_as(z)
+    z.register_hook(lambda g: g * (limit / n) if (n := g.norm()) > limit else g)
+    return z
+
+
 @dataclass(frozen=True)
 class LDDecorr(Mechanism):
-    """beta L_LD on the features: weak where the spectrum is healthy, strong where it collapses."""
+    """beta L_LD on the features: weak where the spectrum is healthy, strong where it collapses.
+
+    The z-score divides by a feature's deviation, so a unit that has all but died (sigma 1e-5 to 1e-4, common where
+    nothing normalises the features) turns beta ||dL/dZ||_F from 0.001 to 0.3 into tens to thousands: one step of
+    that throws all features away. `grad_limit` bounds it, above all that normalised features reach; none: no bound.
+    """
 
     beta: NonNegative = 0.005
     eps: Positive = 1e-4
     var_eps: Positive = 1e-8
+    grad_limit: Positive | None = 1.0
 
     claims = frozenset({"the decorrelation of features"})
 
@@ -61,7 +77,8 @@ class LDDecorr(Mechanism):
     def loss(self, step: Step, my: Box) -> Tensor | None:
         if not self.beta or len(step.y) < 2:
             return None
-        return self.beta * log_det(step.out.features, self.eps, self.var_eps)
+        z = bounded(step.out.features, self.grad_limit)
+        return self.beta * log_det(z, self.eps, self.var_eps)
 
 
 @dataclass(frozen=True)
@@ -93,14 +110,15 @@ class PBA(Mechanism):
         my.memo["unit P"] = F.normalize(my.memo["P"], dim=1)
         assert isinstance(client.net.head, ETF)
         my.memo["V"] = client.net.head.V.T[seen]
-        my.memo["prior"] = log_prior(client.data.counts, self.absent_count)[seen] * self.distribution_factor
+        prior = log_prior(client.data.counts, self.absent_count)[seen]
+        my.memo["prior"] = prior if self.distribution_factor else torch.zeros_like(prior)  # 0 * -inf is no number
         my.memo["place"] = seen.cumsum(0) - 1  # of a class among those with a prototype
         my.memo["seen"] = seen
 
     def loss(self, step: Step, my: Box) -> Tensor | None:
         if not self.gamma or not len(my.memo["P"]):
             return None  # round 0: no prototypes yet
-        terms = [self._pa(step, my)] * self.pa + [self._fa(step, my)] * self.fa
+        terms = [term(step, my) for term, on in ((self._pa, self.pa), (self._fa, self.fa)) if on]
         return self.gamma * torch.stack(terms).sum() if terms else None
 
     def _pa(self, step: Step, my: Box) -> Tensor:
@@ -129,14 +147,15 @@ def fedblade(
     pa_reduction: Literal["sum", "mean"] = "sum",
     eps: Positive = 1e-4,
     var_eps: Positive = 1e-8,
+    grad_limit: Positive | None = 1.0,
     etf_dim: AtLeastOne | None = None,
     scale_init: Positive = 1.0,
     absent_count: Literal[0, 1] = 1,
 ) -> Alloy:
     options: dict[str, list[Mechanism]] = {
         "none": [],
-        "feddecorr": [Decorr(beta)],
-        "logdet": [LDDecorr(beta, eps, var_eps)],
+        "feddecorr": [Decorr(beta, var_eps=var_eps)],
+        "logdet": [LDDecorr(beta, eps, var_eps, grad_limit)],
     }
     alignment = [PBA(gamma, tau, not no_pa, not no_fa, not no_df, pa_reduction, absent_count)] if pba else []
     host = fedetf(etf_dim=etf_dim, scale_init=scale_init, absent_count=absent_count)

@@ -33,7 +33,7 @@ def decorrelation(
     if norm == "paper":
         return squares / ((batch - 1) ** 2 * width**2)
     diagonal = x.square().sum(0).square().sum()
-    return (squares - diagonal) / (batch * width * (width - 1))
+    return (squares - diagonal) / (batch * width * max(width - 1, 1))
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,7 @@ class Decorr(Mechanism):
 
 
 @recipe("FedDecorr", family="representation", paper="Shi et al., ICLR 2023")
-def feddecorr(beta: NonNegative = 0.1, norm: Literal["official", "paper"] = "official") -> Alloy:
-    return alloy("FedDecorr", Share(), Decorr(beta, norm))
+def feddecorr(
+    beta: NonNegative = 0.1, norm: Literal["official", "paper"] = "official", var_eps: Positive = 1e-8
+) -> Alloy:
+    return alloy("FedDecorr", Share(), Decorr(beta, norm, var_eps))

@@ -23,6 +23,8 @@ from fedalloy.site import Site
 
 def simplex_etf(dim: int, classes: int, draw: torch.Generator) -> Tensor:
     """V = sqrt(C/(C-1)) U (I - 11^T/C), U^T U = I: unit columns with pairwise cosine -1/(C-1)."""
+    if classes < 2:
+        raise FedAlloyError("an ETF classifier needs at least 2 classes; this data set has 1")
     if dim < classes:
         raise FedAlloyError(
             f"etf_dim {dim} is too small for {classes} classes; it must be at least {classes}"
@@ -61,8 +63,9 @@ class ETFHead(Mechanism):
     etf_dim: AtLeastOne | None = None  # None: as many dimensions as classes
     scale_init: Positive = 1.0
 
-    claims = frozenset({"the neck", "the head's bias"})
+    claims = frozenset({"the neck"})
     gives = frozenset({"an ETF head"})
+    spoils = frozenset({"class weights"})  # those of V never change
 
     def build(self, site: Site) -> None:
         classes = site.inputs.classes

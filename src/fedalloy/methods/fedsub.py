@@ -95,7 +95,7 @@ def fedsub(
     scale: Positive = 1.0,
     refresh: AtLeastOne = 1,
     transport: bool = True,
-    scope: Literal["tensor", "global"] = "tensor",
+    scope: Literal["tensor", "whole"] = "tensor",
     side: Side = "input",
     min_rows: AtLeastOne = 4,
 ) -> Alloy:

@@ -18,7 +18,7 @@ def ssf(
     ratio: Share01 = 0.2,
     server_lr: Positive = 1.0,
     refresh: AtLeastOne = 1,
-    scope: Literal["tensor", "global"] = "tensor",
+    scope: Literal["tensor", "whole"] = "tensor",
     side: Side = "left",
     min_rows: AtLeastOne = 4,
 ) -> Alloy:
