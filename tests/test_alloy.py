@@ -29,7 +29,7 @@ from fedalloy.site import Site
 from fedalloy.wire import Items, Slot
 
 FED = federate("digits", clients=3, skew="iid", seed=0)
-LOCAL = Local(batch=16, steps=2, lr=0.05)
+LOCAL = Local(batch=256, epochs=2, lr=0.05)
 MODEL = "mlp(hidden=4, norm=batch)"
 PARTS = sorted(name for name, kind in registry.parts().items() if kind.__module__.startswith("fedalloy."))
 # Settings that change what a part needs, gives or sends.
@@ -188,7 +188,8 @@ def test_gradient_wrappers_nest_in_the_order_of_the_alloy(order: tuple[str, ...]
     method = alloy("tags", Share(), *[_Tag(letter) for letter in order])
     _Tag.tags.clear()
     trained(method)
-    assert "".join(_Tag.tags) == "".join(order) * (2 * 2 * LOCAL.steps if LOCAL.steps else 0)
+    batches = sum(-(-int(FED.sizes[client]) // LOCAL.batch) for client in (0, 1))
+    assert "".join(_Tag.tags) == "".join(order) * (2 * LOCAL.epochs * batches)
 
 
 def test_explain_says_the_order() -> None:

@@ -277,20 +277,34 @@ class TestExecutable:
     def test_a_person_sees_the_clients_answer_and_may_stop(self) -> None:
         """In a terminal: the bar moves within a round; Ctrl-C leaves a run that carries on."""
         main, side = pty.openpty()
-        words = ("run", "--rounds", "1000", "--clients", "40", "--epochs", "20", "--out", "r")
+        words = (
+            "run",
+            "--rounds",
+            "1000",
+            "--clients",
+            "20",
+            "--skew",
+            "iid",
+            "--epochs",
+            "20",
+            "--out",
+            "r",
+        )
         process = subprocess.Popen(
             [EXECUTABLE, *words], stdout=subprocess.PIPE, stderr=side, env={**os.environ, "TERM": "xterm"}
         )
         os.close(side)
         seen = b""
         deadline = time.monotonic() + 60
-        while not re.search(rb"round [2-9], \d+ of 40 clients", seen) and time.monotonic() < deadline:
+        moving = re.compile(rb"round [2-9], \d+ of 20 clients")
+        while not moving.search(seen) and time.monotonic() < deadline:
             seen += os.read(main, 1 << 16)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
         while chunk := _read(main):
             seen += chunk
         os.close(main)
+        assert moving.search(seen)
         assert (process.returncode, out) == (130, b"")
         assert b"fedalloy run --resume r" in seen
         assert len(history(Path("r"))) >= 1

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fedalloy as fa
 from terminal import fedalloy, history, save_npz
 
 ONE = ("--engine", "inline", "--rounds", "1")
@@ -141,3 +142,23 @@ def test_tokens_from_an_npz_file() -> None:
     assert found["accuracy"]["final"] > 0.9
     assert [row["name"] for row in fedalloy("models", *flags[:4], "--json").json["models"]] == ["bilstm"]
     assert "use bilstm instead" in fedalloy("run", *flags, "--model", "mlp").err
+
+
+def test_a_global_model_is_tried_on_test_splits_that_clients_hold_out(tmp_path: Path) -> None:
+    """With --test-share the local tests lie outside the global test set; each client still gets its accuracy."""
+    federation = fa.federate("digits", clients=4, skew="iid", test_share=0.25)
+    result = fa.train(federation, rounds=1, out=tmp_path / "run")
+    accuracies = result.history[-1]["metrics"]["per_client"]
+    assert all(accuracy is not None for accuracy in accuracies)
+    assert len(federation.scored) == len(federation.split.global_test) + len(federation.split.test_index)
+
+
+def test_settings_of_the_federation_are_not_settings_of_the_training(tmp_path: Path) -> None:
+    federation = fa.federate("digits", clients=4, skew="iid")
+    with pytest.raises(fa.FedAlloyError, match="seed belong to the federation"):
+        fa.train(federation, rounds=1, seed=1, out=tmp_path / "run")
+
+
+def test_resume_takes_a_string(tmp_path: Path) -> None:
+    result = fa.train(fa.federate("digits", clients=2, skew="iid"), rounds=1, out=str(tmp_path / "run"))
+    assert fa.resume(str(tmp_path / "run")).summary == result.summary

@@ -30,7 +30,7 @@ from fedalloy.run import one_thread
 from fedalloy.server import Server
 from fedalloy.site import Sites
 from fedalloy.storage import Vault
-from fedalloy.wire import Mail, Reply
+from fedalloy.wire import Items, Mail, Reply
 from fedalloy.workshop import Workshop
 
 FED = federate("digits", clients=5, skew="dirichlet:0.5", seed=0)
@@ -59,7 +59,7 @@ class _Trouble(Mechanism):
         if self.what == "exit":
             os._exit(3)
         if self.what == "hang":
-            time.sleep(1000)
+            time.sleep(100)
         if self.what == "bug":
             raise ZeroDivisionError("a bug in a mechanism")
         raise FedAlloyError("something the user can mend")
@@ -174,9 +174,27 @@ def test_a_worker_that_dies_is_replaced_and_the_bits_are_the_same(
         assert all(alive(pid) for pid in engine.pids)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*use of fork:DeprecationWarning"
-)  # the killer is a thread of this process
+class _Fatal(Vault):
+    """Kills its process once, after private state was saved and before the reply leaves."""
+
+    def save(self, client: int, round: int, keep: Items) -> None:
+        super().save(client, round, keep)
+        mark = self.folder.with_suffix(".killed")
+        if client == 2 and round == 2 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_after_saving_reads_what_it_read_before(
+    staged: Staged, workers: Callable[..., Workers]
+) -> None:
+    clean, stage = staged(), staged()
+    stage.vault = stage.workshop.vault = _Fatal(stage.vault.folder)
+    assert stage.play(workers(stage), rounds=3) == clean.play(Inline(clean.workshop), rounds=3)
+    assert stage.vault.folder.with_suffix(".killed").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # there is a thread beside
 def test_kills_from_outside_cost_nothing_but_time(staged: Staged, workers: Callable[..., Workers]) -> None:
     """A thread kills workers at odd moments: idle, busy, and while they answer."""
     clean, stage = staged(), staged(_Trouble("sleep"))

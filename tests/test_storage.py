@@ -358,10 +358,10 @@ def test_the_command_line_says_it_in_one_sentence(tmp_path: Path, whole: Result)
     config.write_text(CONFIG.toml())
     fedalloy = [str(Path(sys.executable).with_name("fedalloy"))]
     command = [*fedalloy, "run", "--config", str(config), "--out", str(tmp_path / "run"), "--json"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=full, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, preexec_fn=full, check=False)
     assert said.returncode == 2
     assert "no room left to write" in said.stderr
     assert "Traceback" not in said.stderr
     again = [*fedalloy, "run", "--resume", str(tmp_path / "run"), "--json"]
-    said = subprocess.run(again, capture_output=True, text=True, timeout=120, check=True)
+    said = subprocess.run(again, capture_output=True, text=True, timeout=240, check=True)
     assert json.loads(said.stdout)["weights_sha256"] == hashes(whole)[0]

@@ -286,12 +286,16 @@ def _check(title: str, pieces: tuple[Mechanism, ...]) -> None:
         for need in sorted(piece.needs):
             if not any(need in other.gives for other in others):
                 names = " and ".join(str(other) for other in others)
-                lack = f"which {names} does not give" if names else "and stands alone"
+                lack = (
+                    f"which {names} {'do' if len(others) > 1 else 'does'} not give"
+                    if names
+                    else "and stands alone"
+                )
                 raise AlloyConflict(f"{piece} needs {need}, {lack}{HINTS.get(need, '')}")
 
 
 def _check_pair(first: Mechanism, second: Mechanism) -> None:
-    if first.label == second.label:
+    if first.label == second.label and type(first) is type(second):
         raise AlloyConflict(
             f"{first} and {second} are the same part with different settings; keep one of them"
         )

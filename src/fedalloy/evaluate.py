@@ -37,8 +37,8 @@ def evaluate(
 def _score(
     server: Server, federation: Federation, engine: Engine, flat: Tensor, buffers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Predictions and losses on the global test set, in its order."""
-    chunks = range(math.ceil(len(federation.split.global_test) / CHUNK))
+    """Predictions and losses on all scored samples, in their order."""
+    chunks = range(math.ceil(len(federation.scored) / CHUNK))
     items = {"weights": flat, "buffers": buffers}
     replies = {
         r.client: r for r in engine.carry([Mail("score", server.round, chunk, items) for chunk in chunks])
@@ -48,17 +48,18 @@ def _score(
 
 
 def _model_metrics(name: str, federation: Federation, predictions: Tensor, losses: Tensor) -> Metrics:
-    y = federation.dataset.y[federation.split.global_test]
-    right = predictions == y
+    tested = len(federation.split.global_test)
+    everywhere = predictions == federation.dataset.y[federation.scored]
+    right, y = everywhere[:tested], federation.dataset.y[federation.split.global_test]
     metrics: Metrics = {
         f"{name}_acc": float(right.double().mean()),
-        f"{name}_loss": _finite(losses.double().mean()),
+        f"{name}_loss": _finite(losses[:tested].double().mean()),
     }
     if name == "global":
         metrics["per_class"] = _shares(right, y, federation.dataset.classes)
-        owner = federation.split.owner_of_test
+        owner = federation.test_owner
         if federation.clients <= MOST_LISTED:
-            metrics["per_client"] = _shares(right[owner >= 0], owner[owner >= 0], federation.clients)
+            metrics["per_client"] = _shares(everywhere[owner >= 0], owner[owner >= 0], federation.clients)
     return metrics
 
 

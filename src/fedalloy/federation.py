@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fedalloy.client import ClientData, Info
@@ -40,6 +41,21 @@ class Federation:
         """Clients that hold any training data."""
         found: list[int] = self.sizes.nonzero().flatten().tolist()
         return found
+
+    @cached_property
+    def scored(self) -> Tensor:
+        """The samples that a global model is tried on: the global test set, then local test samples outside of it."""
+        known = torch.zeros(len(self.dataset.y), dtype=torch.bool)
+        known[self.split.global_test] = True
+        return torch.cat([self.split.global_test, self.split.test_index[~known[self.split.test_index]]])
+
+    @cached_property
+    def test_owner(self) -> Tensor:
+        """For each of the scored samples the client whose local test split holds it, or -1."""
+        owner = torch.full((len(self.dataset.y),), -1)
+        counts = self.split.test_offsets.diff()
+        owner[self.split.test_index] = torch.arange(self.clients).repeat_interleave(counts)
+        return owner[self.scored]
 
     @cached_property
     def info(self) -> Info:

@@ -123,6 +123,10 @@ def train(
     Settings are those of the command line. Without `out` the run lives in a temporary folder, as long as the result.
     """
     alloy = registry.make(method) if isinstance(method, str) else method
+    if dealt := sorted(name for name in settings if name in federation.origin):
+        raise FedAlloyError(
+            f"{', '.join(dealt)} belong to the federation; give them to federate(...) instead"
+        )
     values = {**federation.origin, "model": model, "method": alloy.expression, **settings}
     room = Room() if out is None else None
     path = room.path / "run" if room else Path(str(out))
@@ -140,12 +144,13 @@ def start(
 
 
 def resume(
-    path: Path,
+    path: str | Path,
     config: Config | None = None,
     on_round: OnRound | None = None,
     on_reply: OnReply | None = None,
 ) -> Result:
     """Carry on after the last checkpoint; the end is bit for bit that of a run never interrupted."""
+    path = Path(path)
     folder = RunFolder.existing(path)
     stored = folder.config
     if config is not None and (changed := stored.differences(config)):

@@ -17,7 +17,7 @@ from fedalloy.site import Sites
 from fedalloy.storage import Vault
 from fedalloy.wire import Mail, Reply
 
-CHUNK = 4 * EVAL_BATCH  # samples of the global test set in one errand
+CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
 
 
 @dataclass
@@ -66,12 +66,12 @@ class Workshop:
 
     @torch.inference_mode()
     def _score(self, mail: Mail) -> Reply:
-        """A model on one chunk of the global test set: predictions and losses."""
+        """A model on one chunk of the scored samples: predictions and losses."""
         began = time.perf_counter()
         site = self.sites.of(0)
         site.weights.load(mail.items["weights"], mail.items["buffers"])
         site.net.eval()
-        index = self.federation.split.global_test[mail.client * CHUNK : (mail.client + 1) * CHUNK]
+        index = self.federation.scored[mail.client * CHUNK : (mail.client + 1) * CHUNK]
         predictions: list[Tensor] = []
         losses: list[Tensor] = []
         for batch in torch.split(index, EVAL_BATCH):
