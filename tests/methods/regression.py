@@ -29,12 +29,14 @@ class _Matrix(Net):
 
 
 def matrix(inputs: Inputs) -> Net:
-    return _Matrix(*inputs.shape, inputs.classes)
+    (rows,) = inputs.shape
+    return _Matrix(rows, inputs.classes)
 
 
 def transposed(inputs: Inputs) -> Net:
     """W^T, as a linear layer stores it: out x in."""
-    return _Matrix(inputs.classes, *inputs.shape)
+    (rows,) = inputs.shape
+    return _Matrix(inputs.classes, rows)
 
 
 class _Cast(nn.Module):

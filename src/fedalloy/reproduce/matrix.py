@@ -9,7 +9,7 @@ Axes: N clients, D rows of W, C columns of W, S settings, R rank of the projecto
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -20,7 +20,6 @@ from fedalloy.random import generator
 
 STEPS = 10  # K
 TENSOR = "head.weight"  # whose projectors are drawn
-DIVERGED = 1e3
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,14 @@ class Method:
     rank: int = 0
     draw: Draw = "haar"
 
-    def projector(self, rows: int, seed: int, round: int) -> Tensor:
-        if not self.rank:
-            return torch.eye(rows, dtype=torch.float64)
-        return projector(rows, self.rank, generator(seed, round - 1, TENSOR, "subspace"), self.draw)
+
+@lru_cache(maxsize=16)  # methods that run side by side share it
+def frame(h: Tensor, rank: int, draw: Draw, seed: int, round: int) -> tuple[Tensor, Tensor]:
+    """This round's P (R D), and P H_i P^T (N R R)."""
+    if not rank:
+        return torch.eye(h.shape[1], dtype=h.dtype), h
+    p = projector(h.shape[1], rank, generator(seed, round - 1, TENSOR, "subspace"), draw)
+    return p, p @ h @ p.T
 
 
 class Run:
@@ -100,13 +103,13 @@ class Run:
     def errors(self) -> Tensor:
         """|W - W_opt| / |W_opt| of every setting."""
         w = self.x.view_as(self.optimum)
-        distance: Tensor = (w - self.optimum).norm(dim=(0, 2))
-        return distance / self.optimum.norm(dim=(0, 2))
+        squares = ((w - self.optimum) ** 2).sum((0, 2)) / (self.optimum**2).sum((0, 2))
+        return squares.sqrt()
 
     def step(self, noise: Tensor | None = None) -> None:
         """One round; `noise` (K N D C) is added to the gradients, the same in every setting."""
         self.round += 1
-        p = self.method.projector(len(self.x), self.seed, self.round)  # R D
+        p, curvature = frame(self.h, self.method.rank, self.method.draw, self.seed, self.round)
         start = p @ (self.h @ self.x - self.g)  # P g where the round begins
         if self.method.name == "FedSub":
             dual = p @ self.duals  # carried over from the last round's coordinates
@@ -114,7 +117,8 @@ class Run:
         elif self.method.name != "FedAvg":
             p_c, p_i = p @ self.c, p @ self.controls
             start += p_c - p_i
-        b = self._trained(p, start, noise)
+        projected = noise if noise is None or not self.method.rank else p @ noise
+        b = self._trained(curvature, start, projected)
         if self.method.name == "FedSub":
             self.duals = p.T @ (dual + b - b.mean(0))
         elif self.method.name != "FedAvg":
@@ -123,11 +127,11 @@ class Run:
             self.c += p.T @ change.mean(0)
         self.x += p.T @ b.mean(0)
 
-    def _trained(self, p: Tensor, start: Tensor, noise: Tensor | None) -> Tensor:
-        """b after K steps against P H_i P^T b + start: N R SC."""
-        curvature = p @ self.h @ p.T if self.method.rank else self.h
+    def _trained(self, curvature: Tensor, start: Tensor, noise: Tensor | None) -> Tensor:
+        """b after K steps against P H_i P^T b + start (+ P noise): N R SC."""
         b = torch.zeros_like(start)
+        by_setting = start.view(*start.shape[:2], *self.optimum.shape[1:])
         for k in range(STEPS):
-            here = start if noise is None else start + (p @ noise[k]).repeat(1, 1, self.optimum.shape[1])
-            b -= self.rates * torch.baddbmm(here, curvature, b)
+            here = start if noise is None else (by_setting + noise[k].unsqueeze(2)).flatten(2)
+            b.addcmul_(torch.baddbmm(here, curvature, b), self.rates, value=-1)
         return b
