@@ -42,7 +42,8 @@ def dropping(inputs: Inputs) -> Net:
 
 def without_affine(inputs: Inputs) -> Net:
     """A net whose last but one layer has no parameters."""
-    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False))
+    hidden = [nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
+    body = nn.Sequential(nn.Flatten(), *hidden, nn.BatchNorm1d(8, affine=False))
     return Net(body, nn.Linear(8, inputs.classes))
 
 
@@ -271,7 +272,7 @@ def test_a_rank_beyond_the_layers_constrains_nothing() -> None:
         ("mlp(hidden=16,depth=3)", 2, ["body.5", "head"]),
         ("lenet", 2, ["body.9", "head"]),
         ("cnn-bn", 3, ["body.6", "body.7", "head"]),
-        ("test_fedsce:without_affine", 1, ["head"]),
+        ("test_fedsce:without_affine", 2, ["body.3", "head"]),
     ],
 )
 def test_the_last_layers_are_constrained(model: str, p: int, constrained: list[str]) -> None:
