@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from fedalloy.config import Config, complaint
 from fedalloy.console import complain, console, progress, resumable
 from fedalloy.data import load
 from fedalloy.diagnose import study
-from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.expression import slug
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
@@ -255,7 +256,10 @@ def models(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: errors that the user can mend end in one sentence and exit code 2."""
     try:
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
+        with warnings.catch_warnings():
+            warnings.simplefilter("once", FedAlloyWarning)
+            warnings.showwarning = lambda message, *_, **__: complain(str(message), "note")
+            app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
         complain(_sentence(error))
     except FedAlloyError as error:

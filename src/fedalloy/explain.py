@@ -128,7 +128,7 @@ def _says(kind: object) -> str:
 def _part(piece: Mechanism) -> dict[str, Any]:
     return {
         "name": piece.label,
-        "settings": {f.name: getattr(piece, f.name) for f in fields(piece)},
+        "settings": {f.name: _plain(getattr(piece, f.name)) for f in fields(piece)},
         "does": [said for hook, said in MOMENTS.items() if piece.has(hook)],
         "claims": sorted({*piece.claims, *(what for hook, what in CLAIMED_HOOKS.items() if piece.has(hook))}),
         "needs": sorted(piece.needs),
@@ -168,3 +168,7 @@ def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:
 
 def _sizes(items: dict[str, Tensor]) -> dict[str, int]:
     return {key: value.numel() * value.element_size() for key, value in items.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Mechanism) else value
