@@ -45,7 +45,7 @@ def bounded(z: Tensor, limit: float | None) -> Tensor:
     if limit is None or not z.requires_grad:
         return z
     z = z.view_as(z)
-    z.register_hook(lambda g: g * (limit / n) if (n := g.norm()) > limit else g)
+    z.register_hook(lambda g: g * (limit / n) if (n := g.norm()) > limit else g)  # type: ignore[no-untyped-call]
     return z
 
 
@@ -53,9 +53,9 @@ def bounded(z: Tensor, limit: float | None) -> Tensor:
 class LDDecorr(Mechanism):
     """beta L_LD on the features: weak where the spectrum is healthy, strong where it collapses.
 
-    The z-score divides by a feature's deviation, so a unit that has all but died (sigma 1e-5 to 1e-4, common where
-    nothing normalises the features) turns beta ||dL/dZ||_F from 0.001 to 0.3 into tens to thousands: one step of
-    that throws all features away. `grad_limit` bounds it, above all that normalised features reach; none: no bound.
+    The z-score divides by a feature's deviation: where nothing normalises the features, a unit that has all but died
+    (sigma near sqrt(var_eps)) lifts beta ||dL/dZ||_F from at most 0.3 to tens and thousands, and a single step throws
+    the features away. `grad_limit` bounds this norm, beyond what normalised features reach; none: no bound.
     """
 
     beta: NonNegative = 0.005
@@ -111,7 +111,7 @@ class PBA(Mechanism):
         assert isinstance(client.net.head, ETF)
         my.memo["V"] = client.net.head.V.T[seen]
         prior = log_prior(client.data.counts, self.absent_count)[seen]
-        my.memo["prior"] = prior if self.distribution_factor else torch.zeros_like(prior)  # 0 * -inf is no number
+        my.memo["prior"] = prior if self.distribution_factor else torch.zeros_like(prior)  # not 0 * -inf
         my.memo["place"] = seen.cumsum(0) - 1  # of a class among those with a prototype
         my.memo["seen"] = seen
 

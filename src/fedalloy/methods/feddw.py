@@ -50,7 +50,6 @@ class DW(Mechanism):
         loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(omega), my.memo["omega"])
         return loss
 
-
     def examine(self, server: Server, my: Box, seen: Seen) -> Findings:
         omega, weights = server.box(self.brings[1]).keep["means"], seen.net.head.weight
         assert isinstance(weights, Tensor)
