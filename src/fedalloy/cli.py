@@ -1,4 +1,4 @@
-"""The command line: `fedalloy run | compare | methods | explain | partition | report | models`."""
+"""The command line: `fedalloy run | compare | methods | explain | partition | report | diagnose | reproduce | models`."""
 
 import json
 import os
@@ -15,13 +15,14 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unused
 
 from fedalloy import __version__, nets, show
 from fedalloy import explain as anatomy
+from fedalloy import reproduce as studies
 from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
-from fedalloy.console import complain, console, progress, resumable
+from fedalloy.console import complain, console, counting, progress, resumable
 from fedalloy.data import load
 from fedalloy.diagnose import study
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
-from fedalloy.expression import slug
+from fedalloy.expression import slug, split
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
 from fedalloy.ranges import AtLeastOne
@@ -225,6 +226,34 @@ def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False)
     else:
         show.findings(console(), found["numbers"])
         show.files(console(), report=written)
+
+
+@app.command
+def reproduce(
+    item: str = "list",
+    *,
+    only: Annotated[str, Parameter(help="Only these methods, separated by commas.")] = "",
+    out: Annotated[Path | None, Parameter(help="The folder to write; by default one in runs/.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a paper's study again: its tables and figures, with our numbers.
+
+    Parameters
+    ----------
+    item
+        PAPER/ITEM, such as ssf/matrix; "list" shows what there is.
+    """
+    if item == "list":
+        _print_json(studies.items()) if as_json else show.studies(console(), studies.items())
+        return
+    terminal = console(quiet=as_json)
+    with counting(terminal, item) as tick:
+        done = studies.reproduce(item, out or Path("runs") / slug(item), split(only), tick)
+    if as_json:
+        _print_json({**done.facts, "files": {name: str(path) for name, path in done.files.items()}})
+    else:
+        show.tables(terminal, done.tables)
+        show.files(terminal, **done.files)
 
 
 @app.command

@@ -1,7 +1,7 @@
 """The terminal: standard output, a progress bar with life in it, and how to carry on after an interruption."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,21 @@ def progress(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
     hidden = console.quiet or not error.is_terminal
     with Progress(*columns, console=error, auto_refresh=False, transient=True, disable=hidden) as bar:
         yield Bar(bar, total, done)
+
+
+@contextmanager
+def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar for work that tells how much is done, and of how much."""
+    error = Console(stderr=True, emoji=False)
+    hidden = console.quiet or not error.is_terminal
+    with Progress(console=error, auto_refresh=False, transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tick(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            bar.refresh()
+
+        yield tick
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What the commands print for people: tables and where files lie."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,17 @@ def comparison(console: Console, folder: Path) -> None:
     for table in comparison_tables(read_comparison(folder)):
         _print(console, table)
     files(console, report=folder / "report.html", Markdown=folder / "table.md", LaTeX=folder / "table.tex")
+
+
+def tables(console: Console, drawn: Iterable[report.Table]) -> None:
+    for table in drawn:
+        _print(console, table)
+
+
+def studies(console: Console, items: dict[str, str]) -> None:
+    """What can be reproduced."""
+    for name, says in items.items():
+        console.print(f"[bold]{escape(name)}[/]  {escape(says)}")
 
 
 def files(console: Console, **paths: Path) -> None:
