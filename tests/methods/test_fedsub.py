@@ -249,7 +249,7 @@ def refuse(lab: Lab, *clients: int) -> None:
 @double()
 def test_a_refused_reply_leaves_the_dual_alone() -> None:
     """The mean went without this client, so its Lambda waits: the sum over clients stays zero."""
-    lab = regress(fedsub(ratio=1.0, projector="haar"), small(), "transposed")
+    lab = regress(fedsub(ratio=0.25, projector="haar"), small(), "transposed")
     lab.round()
     refuse(lab, 0)
     refuse(lab, 0, 2)

@@ -229,6 +229,7 @@ def test_the_fast_study_is_the_real_method(fast: Method, method: Any) -> None:
         lab.round()
         run.step()
         assert far(lab.weights, run.x[:, 3:].flatten()) < 1e-12
+        assert far(variates(lab), run.controls[:, :, 3:].flatten(1)) < 1e-12
         assert error(lab, problem) == pytest.approx(float(run.errors[1]), abs=1e-12)
 
 
@@ -286,13 +287,12 @@ def test_messages_do_not_depend_on_the_dimension(scope: str) -> None:
         lab.rounds([0, 1, 2, 3], [0, 1, 2, 3])
         r = 4 * 3
         lab.server.round += 1
-        mail = lab.server.send(0)
-        assert floats(mail.items) == floats(lab.replies[0].items) == 2 * r
-        whole = {
-            key: size for key, size in bytes_of(mail.items).items() if not mail.items[key].is_floating_point()
-        }
-        assert whole == {"share.since": 8}
-        assert lab.sent(0, "share.weights").shape == lab.sent(0, "control.dc").shape == (r,)
+        for client in range(4):
+            mail = lab.server.send(client).items
+            assert floats(mail) == floats(lab.replies[client].items) == 2 * r
+            rest = {key: size for key, size in bytes_of(mail).items() if not mail[key].is_floating_point()}
+            assert rest == {"share.since": 8}
+            assert lab.sent(client, "share.weights").shape == lab.sent(client, "control.dc").shape == (r,)
 
 
 def test_bytes_of_a_net() -> None:
@@ -400,6 +400,14 @@ def test_a_client_that_lost_its_last_round_catches_up() -> None:
     lab.keeps[0] = old
     lab.round([0, 1])
     copies(lab, [0, 1])
+
+
+def test_a_client_that_lost_everything_is_named() -> None:
+    lab = Lab(ssf(), digits(), lr=0.1)
+    lab.round([0, 1])
+    del lab.keeps[1]
+    with pytest.raises(FedAlloyError, match="client 1 has lost its copy"):
+        lab.round([0, 1])
 
 
 def test_a_round_without_any_usable_reply() -> None:

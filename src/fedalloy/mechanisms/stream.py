@@ -9,7 +9,6 @@ import torch
 from fedalloy.alloy import Box, Names, Slots
 from fedalloy.client import Client
 from fedalloy.errors import FedAlloyError
-from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.server import Server
 from fedalloy.wire import Items, Slot
