@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP) ## compare methods on embedded data, offline; prints a table and the path of a report
-	$(BIN)/fedalloy compare fedavg fedprox scaffold \
-	    --data digits --skew dirichlet:0.1 --clients 10 --model mlp --rounds 30 --epochs 2 --lr 0.1 \
+	$(BIN)/fedalloy compare fedavg "feddw(mu=1)" fedrda fedblade ssf "fedsce(p=1, mu=0.1)" \
+	    --data digits --skew dirichlet:0.1 --clients 10 --model "mlp(norm=batch)" --rounds 20 --epochs 2 --lr 0.1 \
 	    --seeds 0,1,2 --target 0.8
 
 test: $(STAMP) ## run all tests (browser tests where a browser is found)

@@ -18,7 +18,9 @@ def explained(method: str, *flags: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::fedalloy.errors.FedAlloyWarning")  # a small net for methods of large ones
+@pytest.mark.filterwarnings(
+    "ignore::fedalloy.errors.FedAlloyWarning"
+)  # a small net for methods of large ones
 @pytest.mark.parametrize("method", registry.RECIPES)
 def test_bytes_and_state_are_those_of_a_real_run(method: str, tmp_path: Path) -> None:
     facts = explained(method)

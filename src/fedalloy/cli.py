@@ -1,4 +1,4 @@
-"""The command line: `fedalloy run | compare | methods | explain | partition | report | diagnose | reproduce | models`."""
+"""The command line: run, compare, methods, explain, partition, report, diagnose, reproduce, models."""
 
 import json
 import os

@@ -79,8 +79,8 @@ class Config(pydantic.BaseModel):
     personal_on_global: bool = Field(
         default=True, description="Also try personal models on the global test set."
     )
-    diagnose_every: int | None = Field(
-        None, ge=1, description="Record diagnostics every so many rounds, such as effective ranks."
+    diagnose_every: AtLeastOne | None = Field(
+        default=None, description="Record diagnostics every so many rounds, such as effective ranks."
     )
     checkpoint_every: AtLeastOne = Field(default=1, description="Write a checkpoint every so many rounds.")
     engine: Literal["inline", "workers"] = Field(
