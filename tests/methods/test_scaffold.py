@@ -11,6 +11,7 @@ from torch import Tensor
 from fedalloy.alloy import AlloyConflict, alloy
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
+from fedalloy.mechanisms.subspace import Subspace
 from fedalloy.methods import fedavg, scaffold
 from fedalloy.methods.scaffold import Control
 
@@ -288,3 +289,11 @@ def test_weights_of_both_lines_must_agree() -> None:
     """Pitfall: a model averaged by size with a variate averaged uniformly."""
     with pytest.raises(AlloyConflict, match="uniform weights"):
         alloy("mixed", Share(agg_weights="size"), Control())
+
+
+def test_lean_upload_works_inside_a_subspace() -> None:
+    """The server rebuilds the change of a variate from what the codec lets through: c stays the mean of the c_k."""
+    lab = Lab(scaffold(lean_upload=True) + Subspace(ratio=0.5), digits(), lr=0.05)
+    for chosen in PARTICIPANTS:
+        lab.round(chosen)
+        assert far(c_of(lab), torch.stack(variates(lab)).mean(0)) < 1e-5

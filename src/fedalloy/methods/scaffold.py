@@ -82,7 +82,8 @@ class Control(Mechanism):
         steps = float(reply.items["control.steps"]) if self.lean_upload else 0.0
         if steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
             moved = reply.items["share.weights"] - server.weights
-            dc = -my.keep["c"] - moved / (steps * server.local.rate(server.round))
+            c = server.site.as_sent(my.keep["c"], server.round)
+            dc = -c - moved / (steps * server.local.rate(server.round))
             share = (
                 reply.samples / server.info.samples if self.agg_weights == "size" else 1 / server.info.clients
             )
