@@ -236,6 +236,11 @@ def test_hosts(host: str) -> None:
     assert lab.site.net.head.bias is None
 
 
+@pytest.mark.parametrize("method", ["moon(proj_dim=12)+dw(mu=1)", "feddw(mu=1)+moon(proj_dim=12)"])
+def test_the_head_is_free_of_bias_whatever_the_order(method: str) -> None:
+    assert Lab(make(method), digits()).site.net.head.bias is None
+
+
 @pytest.mark.parametrize("method", ["fedetf+dw", "dw+fedetf", "fedblade+dw"])
 def test_an_etf_head_has_no_class_weights_to_train(method: str) -> None:
     with pytest.raises(AlloyConflict, match="etfhead spoils class weights, which dw needs"):

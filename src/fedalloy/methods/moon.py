@@ -32,7 +32,8 @@ class Projector(Mechanism):
         site.net.neck = nn.Sequential(
             nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.width)
         )
-        site.net.head = nn.Linear(self.width, site.inputs.classes)
+        biased = getattr(site.net.head, "bias", None) is not None
+        site.net.head = nn.Linear(self.width, site.inputs.classes, bias=biased)
 
 
 @dataclass(frozen=True)
