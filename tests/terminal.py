@@ -25,9 +25,14 @@ class Said:
     err: str
 
     @property
+    def trouble(self) -> list[str]:
+        """What was said on standard error, but for notes."""
+        return [line for line in self.err.splitlines() if not line.startswith("note: ")]
+
+    @property
     def json(self) -> Any:
         """Standard output as one JSON value, and nothing else in sight."""
-        assert (self.code, self.err) == (0, ""), self.err
+        assert (self.code, self.trouble) == (0, []), self.err
         return strict_json(self.out)
 
 

@@ -22,7 +22,7 @@ from fedalloy.run import start
 from terminal import INLINE, QUICK, Said, fedalloy, history, strict_json, summary, tree
 
 EXECUTABLE = Path(sys.executable).with_name("fedalloy")
-COMMANDS = ("run", "compare", "methods", "explain", "partition", "report", "models")
+COMMANDS = ("run", "compare", "methods", "explain", "partition", "report", "diagnose", "reproduce", "models")
 WIDEST = 80
 
 

@@ -35,6 +35,7 @@ OTHER: dict[str, Any] = {
     "eval_every": 2,
     "eval_clients": 3,
     "personal_on_global": False,
+    "diagnose_every": 3,
     "checkpoint_every": 4,
     "engine": "inline",
     "workers": 2,

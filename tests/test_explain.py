@@ -50,7 +50,7 @@ def test_bytes_and_state_are_those_of_a_real_run(method: str, tmp_path: Path) ->
 def test_it_is_said_in_words_too(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     said = fedalloy("explain", method)
-    assert (said.code, said.err) == (0, "")
+    assert (said.code, said.trouble) == (0, [])
     facts = fedalloy("explain", method, "--json").json
     assert said.out.startswith(facts["title"])
     for name in [*(row["name"] for row in facts["parameters"]), *(part["name"] for part in facts["parts"])]:

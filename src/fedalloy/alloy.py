@@ -215,6 +215,10 @@ HINTS = {
     "global model": "; start from a method that has one, such as 'fedavg'",
     "uniform weights": "; start from one such as 'fedavg(agg_weights=uniform)'",
     "size weights": "; start from one such as 'fedavg'",
+    "an ETF head": "; start from 'fedetf'",
+    "an auxiliary model": "; start from 'fedsce' or add 'auxiliary'",
+    "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
+    "compact features": "; start from 'fedrda'",
 }
 
 

@@ -123,7 +123,8 @@ def train(
     Settings are those of the command line. Without `out` the run lives in a temporary folder, as long as the result.
     """
     alloy = registry.make(method) if isinstance(method, str) else method
-    if dealt := sorted(name for name in settings if name in federation.origin):
+    origin = federation.origin
+    if dealt := sorted(name for name in settings if name in origin and settings[name] != origin[name]):
         raise FedAlloyError(
             f"{', '.join(dealt)} belong to the federation; give them to federate(...) instead"
         )

@@ -20,7 +20,7 @@ MODELS = ("mlp(hidden=16)", "mlp(hidden=16,norm=batch)")
 
 @cache
 def digits() -> Federation:
-    federation = federate("digits", clients=6, skew="dirichlet:0.5", seed=3)
+    federation = federate("digits", clients=6, skew="dirichlet:0.5", seed=World.seed)
     assert federation.eligible == list(range(6))
     return federation
 
@@ -35,7 +35,7 @@ def played(world: World, method: str, folder: Path) -> Items:
     """The server's state at the end of a run with the library."""
     settings: dict[str, Any] = {
         name: getattr(world, name)
-        for name in ("seed", "rounds", "participation", "epochs", "batch", "lr", "lr_decay", "momentum")
+        for name in ("rounds", "participation", "epochs", "batch", "lr", "lr_decay", "momentum")
     }
     train(world.federation, world.model, method, out=folder, engine="inline", eval_every=3, **settings)
     return RunFolder(folder).restore()[1]
