@@ -123,6 +123,7 @@ class Client:
             piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(items, piece.label))
             for piece in method
         }
+        self._task, self._terms = method.claimant("task"), method.with_hook("loss")  # once, not at every step
         site.reset()
         if keep:
             site.put_own(keep)
@@ -264,11 +265,10 @@ class Client:
         """The gradient of task and losses at the weights as they stand."""
         self.weights.grad.zero_()
         step.out = self.net(step.x)
-        task = self.method.claimant("task")
-        loss = task.task(step, self.box(task)) if task else None
+        loss = self._task.task(step, self.box(self._task)) if self._task else None
         if loss is None:
             loss = F.cross_entropy(step.out.logits, step.y)
-        for piece in self.method.with_hook("loss"):
+        for piece in self._terms:
             term = piece.loss(step, self.box(piece))
             if term is not None:
                 loss = loss + term
