@@ -11,7 +11,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedalloy.report.figures import DASHES, PALETTE
+from fedalloy.report.figures import DASHES, PALETTE, finished
 from fedalloy.report.files import write_text
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables
 from fedalloy.report.tables import Cell, Table, to_markdown
@@ -276,18 +276,7 @@ def error_curves(curves: Iterable[Curve]) -> go.Figure | None:
             mode="lines",
             line={"color": PALETTE[position % len(PALETTE)], "width": 2, "dash": dash},
         )
-    if not figure.data:
-        return None
-    figure.update_xaxes(title="round", automargin=True)
-    figure.update_yaxes(
-        title="relative error", type="log", exponentformat="power", hoverformat=".2e", automargin=True
-    )
-    return figure.update_layout(
-        height=420,
-        template="plotly_white",
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 13},
-        margin={"l": 10, "r": 10, "t": 10, "b": 10},
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-    )
+    figure.update_xaxes(title="round")
+    figure.update_yaxes(title="relative error", type="log", exponentformat="power", hoverformat=".2e")
+    figure.update_layout(height=420)
+    return finished(figure)
