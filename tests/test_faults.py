@@ -1,12 +1,10 @@
 """Things that go wrong on the way: divergence, a full disk, damaged folders, processes that die."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from disk import disk_with
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.run import resume, start
@@ -59,21 +57,10 @@ class TestDivergence:
         assert "FedProx †" in Path("c/report.html").read_text()
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """The system refuses to write longer files, as it does when the disk is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 class TestFullDisk:
     def test_the_checkpoint_does_not_fit(self) -> None:
         whole = fedalloy("run", *QUICK, "--out", "whole", "--json").json
-        with files_of_at_most(10_000):  # the model has 19,240 bytes
+        with disk_with(10_000):  # the model has 19,240 bytes
             said = fedalloy("run", *QUICK, "--out", "cut")
         assert said.code == 2
         assert "no room left to write cut/checkpoint/server.safetensors" in said.err
@@ -84,7 +71,7 @@ class TestFullDisk:
         assert [line["round"] for line in history(Path("cut"))] == [1, 2]
 
     def test_the_report_does_not_fit(self) -> None:
-        with files_of_at_most(100_000):
+        with disk_with(100_000):
             said = fedalloy("run", *QUICK, "--out", "r")
         assert said.code == 2
         assert "no room left to write r/report.html" in said.err
@@ -93,7 +80,7 @@ class TestFullDisk:
         assert fedalloy("report", "r").code == 0
 
     def test_not_even_the_config_fits(self) -> None:
-        with files_of_at_most(10):
+        with disk_with(10):
             said = fedalloy("run", *QUICK, "--out", "r")
         assert said.code == 2
         assert "no room left" in said.err

@@ -6,8 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disk import disk_with
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.folder import RunFolder
@@ -34,17 +33,6 @@ CONFIG = Config.of(
         "engine": "inline",
     }
 )
-
-
-@contextmanager
-def disk_with(size: int) -> Iterator[None]:
-    """No file may grow beyond this many bytes: the nearest thing to a full disk that a test can make."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names(folder: Path) -> list[str]:
