@@ -57,6 +57,7 @@ _FACTORIES: dict[str, Callable[..., Net]] = {
     "bilstm": bilstm,
 }
 _READS: dict[str, tuple[Kind, ...]] = {"mlp": ("image", "vector"), "bilstm": ("tokens",)}  # else images
+_CHANNELS_FIRST = {"mlp", "vgg11", "vit-tiny", "vit-b16", "vit-b32", "bilstm"}  # no faster channels last
 _PRETTY = {name.replace("-", ""): name for name in _FACTORIES}
 _PLURAL: dict[Kind, str] = {"image": "images", "vector": "vectors", "tokens": "tokens"}
 _INSTEAD: dict[Kind, str] = {"image": "cnn, resnet18 or mlp", "vector": "mlp", "tokens": "bilstm"}
@@ -79,7 +80,9 @@ def build(text: str, inputs: Inputs) -> Net:
         raise unknown("model", name.strip().lower(), _FACTORIES)
     model = _PRETTY[term.name]
     _require_readable(model, inputs)
-    return _FACTORIES[model](inputs, **checked(model, _FACTORIES[model], term.parameters))
+    net = _FACTORIES[model](inputs, **checked(model, _FACTORIES[model], term.parameters))
+    net.channels_last = model not in _CHANNELS_FIRST
+    return net
 
 
 def names() -> list[Model]:
