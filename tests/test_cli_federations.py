@@ -111,6 +111,20 @@ def test_a_test_share_is_held_out_of_each_clients_own_data() -> None:
     assert len(history(Path("r"))[0]["metrics"]["per_client"]) == 5
 
 
+def test_a_limit_draws_so_many_training_samples() -> None:
+    whole = fedalloy("partition", "--clients", "5", "--json").json
+    some = fedalloy("partition", "--clients", "5", "--limit", "300", "--json").json
+    other = fedalloy("partition", "--clients", "5", "--limit", "300", "--seed", "1", "--json").json
+    assert sum(map(sum, some["counts"])) == 300 != sum(map(sum, whole["counts"]))
+    assert sum(some["test_samples"]) == sum(whole["test_samples"])
+    assert np.sum(some["counts"], 0).tolist() != np.sum(other["counts"], 0).tolist()
+    ran(*ONE, "--limit", "300", "--clients", "5")
+    assert "limit = 300" in Path("r/config.toml").read_text()
+    said = fedalloy("partition", "--limit", "99999")
+    assert said.code == 2
+    assert "--limit 99999: 'digits' has 1 to 1438 samples to train on" in said.err
+
+
 def test_vectors_from_a_csv_file() -> None:
     dice = np.random.default_rng(0)
     Path("data").mkdir()

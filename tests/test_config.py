@@ -15,6 +15,7 @@ OTHER: dict[str, Any] = {
     "method": "fedprox(mu=0.1)",
     "data": "mine",
     "data_root": "somewhere",
+    "limit": 500,
     "model": "cnn",
     "models": "mlp,cnn",
     "clients": 7,

@@ -175,9 +175,7 @@ def partition(
 
     Takes the flags of a run, of which those about data, clients, skew and seed matter.
     """
-    chosen = _merged(config, _given(settings))
-    names = ("data", "clients", "skew", "seed", "test_share", "data_root", "augment")
-    federation = federate(**{name: getattr(chosen, name) for name in names})
+    federation = federate(**_merged(config, _given(settings)).dealing)
     path = out or (None if as_json else Path("partition.html"))
     picture = show.partition_picture(federation, path) if path else None
     if as_json:

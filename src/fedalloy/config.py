@@ -39,6 +39,9 @@ class Config(pydantic.BaseModel):
     data_root: str | None = Field(
         default=None, description="The folder that holds NAME.npz, NAME/ (images), NAME.csv or NAME.parquet."
     )
+    limit: AtLeastOne | None = Field(
+        default=None, description="Train on so many samples of the data set, drawn at random; all by default."
+    )
     model: str = Field(
         default="mlp",
         description="A model, such as 'cnn', or your own as 'package.module:factory'; see 'fedalloy models'.",
@@ -145,6 +148,12 @@ class Config(pydantic.BaseModel):
     @property
     def architectures(self) -> tuple[str, ...]:
         return tuple(split(self.models)) if self.models else (self.model,)
+
+    @property
+    def dealing(self) -> dict[str, Any]:
+        """The settings that make the federation: the arguments of `federate`."""
+        names = ("data", "clients", "skew", "seed", "test_share", "data_root", "augment", "limit")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def local(self) -> Local:

@@ -70,14 +70,17 @@ def federate(
     test_share: float = 0.0,
     data_root: str | Path | None = None,
     augment: str = "none",
+    limit: int | None = None,
 ) -> Federation:
-    """Deal a data set to clients.
+    """Deal a data set to clients; with a limit, that many of its training samples.
 
     >>> federate("digits", clients=10, skew="dirichlet:0.1").clients
     10
     """
     root = Path(data_root) if data_root is not None else None
     dataset = data if isinstance(data, Dataset) else load(data, root)
+    if limit is not None:
+        dataset = dataset.limited(limit, seed)
     chosen = parse_skew(skew) if isinstance(skew, str) else skew
     split = partition(dataset, clients, chosen, seed, test_share)
     origin: dict[str, object] = {
@@ -88,5 +91,6 @@ def federate(
         "seed": seed,
         "test_share": test_share,
         "augment": augment,
+        "limit": limit,
     }
     return Federation(dataset, split, Prepare.of(dataset, parse_augment(augment)), origin)

@@ -73,15 +73,7 @@ class Setup:
     ) -> None:
         self.config = config
         self.method = method or registry.make(config.method)
-        self.federation = federation or federate(
-            config.data,
-            config.clients,
-            config.skew,
-            config.seed,
-            config.test_share,
-            config.data_root,
-            config.augment,
-        )
+        self.federation = federation or federate(**config.dealing)
         self.sites = Sites(self.method, config.architectures, self.federation.dataset.inputs, config.seed)
         self.sites.check()
         for model in dict.fromkeys(config.architectures):

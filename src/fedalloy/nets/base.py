@@ -36,7 +36,9 @@ class Net(nn.Module):
     """A body, a neck and a head, registered in this order so that each is one span of the flat weights."""
 
     aux: "Net"  # a second model that all clients have in common, where a method adds one
-    channels_last = False  # whether images are read with the channels side by side: the same function, often faster
+    channels_last = (
+        False  # whether images are read with the channels side by side: the same function, often faster
+    )
 
     def __init__(self, body: nn.Module, head: nn.Linear, *, width: int | None = None) -> None:
         super().__init__()
