@@ -65,6 +65,24 @@ def test_parameters_come_with_ranges() -> None:
     assert ranges["agg_weights"] == ("size", "'size' or 'uniform'")
 
 
+def test_what_the_paper_says_stands_beside_the_parameters() -> None:
+    facts = explained("feddw")
+    mu = next(row for row in facts["parameters"] if row["name"] == "mu")
+    assert "10 on CIFAR-100" in mu["paper"]
+    assert mu["does"] == "weight of the class-relation term"
+    assert any(note.startswith("Differs from the paper. ") for note in facts["notes"])
+    assert "Differs from the paper." in fedalloy("explain", "feddw").out
+
+
+def test_one_round_is_told_in_its_order() -> None:
+    moments = dict(explained("fedblade+prox")["algorithm"])
+    assert moments["each step: loss"] == "balancedsoftmax + lddecorr + pba"
+    assert moments["each step: gradient"] == "loss → prox → optimiser"
+    assert "features-means.counts" in moments["the client sends"]
+    assert list(moments)[-1] == "the server aggregates"
+    assert dict(explained("fedavg")["algorithm"])["each step: loss"] == "cross-entropy"
+
+
 @pytest.mark.parametrize("recipe", registry.RECIPES.values(), ids=registry.RECIPES)
 def test_every_default_is_within_its_own_range(recipe: registry.Recipe) -> None:
     defaults = {name: parameter.default for name, parameter in recipe.parameters.items()}

@@ -1,6 +1,7 @@
 """What a method is made of, what it keeps, what crosses the wire and what that costs: read off the method itself."""
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedalloy.expression import parse
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
 from fedalloy.nets.measure import samples
+from fedalloy.papers import page
 from fedalloy.ranges import expected, hints
 from fedalloy.server import Server
 from fedalloy.site import Site
@@ -64,7 +66,9 @@ class Explanation:
             "family": self.recipe.family if self.recipe else None,
             "summary": _summary(self.recipe),
             "parameters": parameters_of(self.recipe) if self.recipe else [],
+            "notes": list(page(self.recipe.title).notes) if self.recipe else [],
             "parts": [_part(piece) for piece in self.method],
+            "algorithm": _algorithm(self.method, down, up),
             "gradient_order": [piece.label for piece in self.method.with_hook("gradient")],
             "wire": wire,
             "bytes_down": sum(row["bytes"] for row in wire if row["direction"] == "down"),
@@ -88,9 +92,16 @@ def explain(text: str, model: str, inputs: Inputs) -> Explanation:
 
 
 def parameters_of(recipe: registry.Recipe) -> list[dict[str, Any]]:
-    """Name, default and range of every hyper-parameter."""
+    """Name, default and range of every hyper-parameter, what the paper takes and what it does."""
+    known = page(recipe.title)
     return [
-        {"name": name, "default": recipe.parameters[name].default, "range": expected(hint)}
+        {
+            "name": name,
+            "default": recipe.parameters[name].default,
+            "range": expected(hint),
+            "paper": known.values.get(name, ""),
+            "does": known.meanings.get(name, ""),
+        }
         for name, hint in hints(recipe.make).items()
     ]
 
@@ -123,6 +134,32 @@ def _summary(recipe: registry.Recipe | None) -> str:
 
 def _says(kind: object) -> str:
     return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _algorithm(method: Alloy, down: Iterable[str], up: Iterable[str]) -> list[tuple[str, str]]:
+    """One round, moment by moment: who does something, in the order in which it happens."""
+
+    def named(*hooks: str) -> list[str]:
+        return [piece.label for piece in method if any(piece.has(hook) for hook in hooks)]
+
+    loss = " + ".join([*(named("task") or ["cross-entropy"]), *named("loss")])
+    wrappers = [piece.label for piece in method.with_hook("gradient")]
+    moments = [
+        ("once: change the model", named("build")),
+        ("once: prepare a new client", named("born")),
+        ("the server sends", list(down)),
+        ("the client installs", named("load")),
+        ("the client begins", named("start")),
+        ("local training in phases", named("phases")),
+        ("each step: loss", [loss]),
+        ("each step: gradient", [" → ".join(["loss", *wrappers, "optimiser"])]),
+        ("the client ends", named("finish")),
+        ("the client sends", list(up)),
+        ("the server weighs", named("weigh")),
+        ("the server aggregates", named("absorb", "receive")),
+        ("evaluation", named("adapt", "predict", "shown")),
+    ]
+    return [(moment, ", ".join(who)) for moment, who in moments if who]
 
 
 def _part(piece: Mechanism) -> dict[str, Any]:

@@ -80,16 +80,19 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
     console.rule(f"[bold]{escape(facts['title'])}", align="left")
     console.print(escape(facts["summary"] or facts["method"]))
     if facts["parameters"]:
-        table = _table("parameter", "default", "must be", title="hyper-parameters")
+        table = _table("parameter", "default", "in the paper", "what it does", title="hyper-parameters")
         for row in facts["parameters"]:
-            table.add_row(f"[bold]{row['name']}[/]", escape(str(row["default"])), escape(row["range"]))
+            said = (str(row["default"]), row["paper"], row["does"] or row["range"])
+            table.add_row(f"[bold]{row['name']}[/]", *map(escape, said))
         console.print(table)
     table = _table("part", "what it does", "how", title="parts, in order")
     for part in facts["parts"]:
         table.add_row(f"[bold]{part['name']}[/]", escape(part["says"]), ", ".join(part["does"]))
     console.print(table)
-    order = " → ".join(["task and losses", *facts["gradient_order"], "optimiser"])
-    console.print(f"gradient: {escape(order)}\n")
+    table = _table("when", "what", title="one round")
+    for moment, said in facts["algorithm"]:
+        table.add_row(f"[bold]{moment}[/]", escape(said))
+    console.print(table)
     table = _table("", "slot", "shape", "fold", "bytes", title="on the wire, per client and round")
     table.columns[-1].justify = "right"
     for row in facts["wire"]:
@@ -107,6 +110,9 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
         f"model {escape(model['name'])}: {model['parameters']:,} parameters, {model['buffers']:,} buffers, "
         f"{model['flops_per_sample']:,} FLOPs per sample and forward pass"
     )
+    for note in facts["notes"]:
+        lead, _, rest = note.partition(". ")
+        console.print(f"\n[bold]{escape(lead)}.[/] {escape(rest)}")
 
 
 def partition(console: Console, federation: Federation, picture: Path | None) -> None:
