@@ -203,6 +203,7 @@ class Client:
         """What the server will see of an additive value: the value itself unless a codec is at work."""
         return self.site.as_sent(value, self.round)
 
+    @torch.no_grad()
     def examine(self) -> dict[str, float | Tensor]:
         """What the mechanisms show of this client after training."""
         found: dict[str, float | Tensor] = {}

@@ -87,6 +87,12 @@ class Site:
             str(p.shares) for p in sharers if kind == "weights" or getattr(p, "buffers", "average") != "local"
         ]
 
+    def showing(self, name: str, flat: Tensor, buffers: Tensor) -> Net:
+        """One of the server's models, to look at: the net, or its auxiliary model, with these weights."""
+        part = "aux" if name == "aux" else ""
+        self.weights.load(flat, buffers, part)
+        return self.net.eval().aux if part else self.net.eval()
+
     def frozen(self, flat: Tensor, buffers: Tensor) -> "Frozen":
         """A copy of the net with other weights, in eval mode and without gradient, until the round ends."""
         if self._lent == len(self._spares):

@@ -89,10 +89,10 @@ class Weights:
         return self.buffer_layout.span(part)
 
     @torch.no_grad()
-    def load(self, flat: Tensor, buffers: Tensor) -> None:
-        """Take over a state. Integer counters start anew: no state that travels depends on them."""
-        self.flat.copy_(flat)
-        self.buffers.copy_(buffers)
+    def load(self, flat: Tensor, buffers: Tensor, part: str = "") -> None:
+        """Take over the state of a part. Integer counters start anew: no state that travels depends on them."""
+        self.flat[self.span(part)].copy_(flat)
+        self.buffers[self.buffer_span(part)].copy_(buffers)
         for counter in self.counters:
             counter.zero_()
 
