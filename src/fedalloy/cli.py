@@ -1,4 +1,4 @@
-"""The command line: run, compare, methods, explain, partition, report, diagnose, reproduce, models."""
+"""The command line: run, compare, methods, explain, partition, report, diagnose, reproduce, bench, models."""
 
 import json
 import os
@@ -12,10 +12,12 @@ from typing import Annotated, Any
 
 import pydantic
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts.validators import Number
 
 from fedalloy import __version__, nets, show
 from fedalloy import explain as anatomy
 from fedalloy import reproduce as studies
+from fedalloy.bench import play as benches
 from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
 from fedalloy.console import complain, console, counting, progress, resumable
@@ -28,6 +30,7 @@ from fedalloy.folder import RunFolder
 from fedalloy.ranges import AtLeastOne
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
 from fedalloy.run import reopen, resume, start
+from fedalloy.storage import write_whole
 
 app = App(
     name="fedalloy",
@@ -224,6 +227,34 @@ def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False)
     else:
         show.findings(console(), found["numbers"])
         show.files(console(), report=written)
+
+
+@app.command
+def bench(
+    *,
+    only: Annotated[
+        str, Parameter(help=f"Only these, separated by commas: {', '.join(benches.NAMES)}.")
+    ] = "",
+    rounds: Annotated[
+        int, Parameter(help="Rounds of a run; the first is not counted.", validator=Number(gte=2))
+    ] = 3,
+    repeats: Annotated[AtLeastOne, Parameter(help="Times that everything is run; the best counts.")] = 2,
+    data_root: Annotated[
+        Path | None, Parameter(help="A folder with mnist.npz; random pixels by default.")
+    ] = None,
+    out: Annotated[Path | None, Parameter(help="Write everything as JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time rounds beside a bare PyTorch loop in the same run.
+
+    Only the ratios are worth quoting: the machine decides the rest.
+    """
+    names = benches.chosen(only)
+    with console(quiet=as_json).status("bench") as status:
+        found = benches.play(names, rounds, repeats, data_root, lambda row: status.update(f"bench {row}"))
+    if out:
+        write_whole(out, (json.dumps(found, indent=2) + "\n").encode())
+    _print_json(found) if as_json else show.benches(console(), found)
 
 
 @app.command

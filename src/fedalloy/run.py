@@ -74,7 +74,13 @@ class Setup:
         self.config = config
         self.method = method or registry.make(config.method)
         self.federation = federation or federate(**config.dealing)
-        self.sites = Sites(self.method, config.architectures, self.federation.dataset.inputs, config.seed)
+        self.sites = Sites(
+            self.method,
+            config.architectures,
+            self.federation.dataset.inputs,
+            config.seed,
+            config.precision,
+        )
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
             self.sites.named(model)

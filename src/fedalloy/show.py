@@ -212,3 +212,29 @@ def findings(console: Console, numbers: dict[str, float]) -> None:
     for name, value in numbers.items():
         table.add_row(escape(name), f"{value:.4g}")
     console.print(table)
+
+
+def benches(console: Console, found: dict[str, Any]) -> None:
+    for name, bench in found.items():
+        if name == "methods":
+            columns = [f"{epochs} epochs a round" for epochs in next(iter(bench.values()))]
+            table = _table("method", *columns, title="CPU time of a client, FedAvg = 1")
+            for method, costs in bench.items():
+                table.add_row(method, *(f"{cost:.2f}" for cost in costs.values()))
+            console.print(table)
+            continue
+        parts = ("train", "evaluate", "aggregate", "other")
+        columns = ["samples/s", "round (s)", *parts, "start-up", "peak MiB"]
+        table = _table("", *columns, title=f"{name}: {bench['says']}")
+        for row, run in bench["rows"].items():
+            seconds = [run.get("seconds", {}).get(part) for part in parts]
+            facts = (run.get("samples_per_second"), run.get("seconds_per_round"), *seconds)
+            values = (*facts, run.get("start_up"), run["peak_mib"])
+            table.add_row(
+                row, *("" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3f}" for v in values)
+            )
+        console.print(table)
+        for key, value in bench.items():
+            if isinstance(value, float):
+                console.print(f"{key.replace('_', ' ')}: [bold]{value:.2f}[/]")
+        console.print()

@@ -31,7 +31,13 @@ class Site:
     """A net, its flat weights and its initial state."""
 
     def __init__(
-        self, method: Alloy, model: str, inputs: Inputs, seed: int, models: tuple[str, ...] = ()
+        self,
+        method: Alloy,
+        model: str,
+        inputs: Inputs,
+        seed: int,
+        models: tuple[str, ...] = (),
+        precision: str = "fp32",
     ) -> None:
         self.method = method
         self.model = model
@@ -45,6 +51,9 @@ class Site:
         ):  # surgery draws from counters of its own: the body stays the same
             with seeded(seed, "init", model, piece.label):
                 piece.build(self)
+        for part in (self.net, getattr(self.net, "aux", None)):
+            if part is not None:
+                part.bf16 = precision == "bf16"
         self.weights = Weights(self.net)
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
@@ -200,8 +209,16 @@ class Frozen:
 class Sites:
     """The sites of a federation, one for each architecture, built when first needed."""
 
-    def __init__(self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int) -> None:
-        self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
+    def __init__(
+        self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int, precision: str = "fp32"
+    ) -> None:
+        self.method, self.models, self.inputs, self.seed, self.precision = (
+            method,
+            models,
+            inputs,
+            seed,
+            precision,
+        )
         self._built: dict[str, Site] = {}
 
     def of(self, client: int) -> Site:
@@ -210,7 +227,7 @@ class Sites:
 
     def named(self, model: str) -> Site:
         if model not in self._built:
-            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models)
+            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models, self.precision)
         return self._built[model]
 
     def check(self) -> None:

@@ -144,4 +144,5 @@ def panels(drawn: Sequence[Panel]) -> go.Figure | None:
     figure.update_xaxes(showticklabels=False)
     figure.update_yaxes(showticklabels=False)
     figure.update_layout(height=220 * len(clients) + 40)
-    return finished(figure)
+    done = finished(figure)
+    return done.update_layout(margin_t=30) if done else None  # room for the titles of the columns
