@@ -50,6 +50,8 @@ class Phase:
     epochs: int
     part: str = ""
     lr: float | None = None
+    steps: int | None = None  # a fixed number of steps in place of epochs
+    freeze_bn: bool = False  # BatchNorm in the frozen rest uses its running statistics and leaves them alone
 
 
 @dataclass(frozen=True)
