@@ -37,6 +37,7 @@ PARTS = sorted(name for name, kind in registry.parts().items() if kind.__module_
 # Settings that change what a part needs, gives or sends.
 SETTINGS = [
     "share(part='body')",
+    "share(part=':-1')",
     "share(agg_weights='uniform')",
     "share(buffers='local', server_lr=0.5)",
     "normalised(part='body', server_momentum=0.5)",

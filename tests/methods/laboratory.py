@@ -74,6 +74,14 @@ class Lab:
         made.train()
         return made
 
+    def tested(self, client: int) -> Client:
+        """A client with the model that an evaluation would test now."""
+        data, keep = self.federation.client(client), self.keeps.get(client, {})
+        mail = self.server.send(client, "evaluate")
+        made = Client(self.method, self.site, data, self.federation.info, self.local, keep, mail, self.seed)
+        made._each("adapt")
+        return made
+
     def sent(self, client: int, key: str) -> Tensor:
         """What a client uploaded in the latest round."""
         return self.replies[client].items[key]
@@ -158,6 +166,12 @@ def full_gradient(net: Net, data: ClientData) -> Tensor:
     net.zero_grad(set_to_none=False)
     F.cross_entropy(net(data.prepare(data.x, None)).logits, data.y).backward()  # type: ignore[no-untyped-call]
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def accuracy(client: Client, x: Tensor, y: Tensor) -> float:
+    """The share of right answers of a client's model as it stands."""
+    right = [out.logits.argmax(1) for out in client.outputs(x)]
+    return float((torch.cat(right) == y).double().mean())
 
 
 def far(a: Tensor, b: Tensor) -> float:

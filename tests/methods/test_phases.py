@@ -79,7 +79,7 @@ def test_a_phase_counts_epochs_or_steps() -> None:
 @pytest.mark.parametrize("model", [MLP, BATCHNORM])
 def test_fitting_is_plain_training_that_is_not_counted(model: str) -> None:
     """On stream 0 it repeats, bit for bit, what local training does; another stream deals other batches."""
-    settings = {"lr": 0.1, "momentum": 0.9, "epochs": 2}
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "epochs": 2}
     expected = Lab(local(), digits(), model, **settings).trained(0)
     weights, buffers = expected.weights.flat.clone(), expected.weights.buffers.clone()
     client = Lab(planned(), digits(), model, **settings).trained(0)
