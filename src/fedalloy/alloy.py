@@ -95,7 +95,7 @@ class Mechanism:
 
     @property
     def outermost(self) -> bool:
-        """Whether its gradient wrapper goes around all others, whatever the order of the parts."""
+        """Whether it wraps the gradient around all others, and adapts after them, whatever the order of the parts."""
         return False
 
     @property
@@ -247,7 +247,8 @@ class Alloy:
     def with_hook(self, hook: str) -> tuple[Mechanism, ...]:
         """The mechanisms that do something at a hook, in order."""
         found = [piece for piece in self.pieces if piece.has(hook)]
-        return tuple(sorted(found, key=lambda piece: piece.outermost)) if hook == "gradient" else tuple(found)
+        last = hook in ("gradient", "adapt")
+        return tuple(sorted(found, key=lambda piece: piece.outermost)) if last else tuple(found)
 
     def claimant(self, hook: str) -> Mechanism | None:
         """The one mechanism that claims a hook."""

@@ -150,11 +150,11 @@ def handed_out(dataset: Dataset, train: Sequence[Sequence[int]], test: Sequence[
     return Federation(dataset, Split(*index(train), *index(test), everything), Prepare.of(dataset))
 
 
-def batches(lab: Lab, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(lab: Lab, client: int, round: int, stream: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of a client's round, cut by hand in the library's order; one-sample batches included."""
     data: ClientData = lab.federation.client(client)
     for epoch in range(lab.local.epochs):
-        draw = generator(lab.seed, round, client, 0, epoch, "batches")
+        draw = generator(lab.seed, round, client, stream, epoch, "batches")
         order = torch.randperm(data.samples, generator=draw)
         for index in torch.split(order, lab.local.batch):
             yield data.prepare(data.x[index], None), data.y[index]

@@ -83,3 +83,26 @@ def fedper(world: World, personal: tuple[str, ...]) -> tuple[State, dict[int, St
             sizes.append(float(world.size(k)))
         base = mean(states, sizes)
     return base, heads
+
+
+def fedrep(
+    world: World, head_epochs: int, body_epochs: int, head_lr: float | None = None, uniform: bool = False
+) -> tuple[State, dict[int, State]]:
+    """The head first, then the body, each with an optimiser of its own."""
+    net = world.net()
+    body = tuple({name.rpartition(".")[0] for name, _ in net.body.named_parameters(prefix="body")})
+    base, head = split(state_of(net), ("head",))
+    heads = dict.fromkeys(range(world.clients), head)
+    for round in range(1, world.rounds + 1):
+        rate = world.rate(round)
+        states, sizes = [], []
+        for k in world.sampled(round):
+            net.load_state_dict({**base, **heads[k]}, strict=False)
+            head_rate = rate if head_lr is None else rate * head_lr / world.lr
+            descend(world, net, passes(world, k, round, 0, head_epochs), head_rate, ("head",))
+            descend(world, net, passes(world, k, round, 1, body_epochs), rate, body)
+            end, heads[k] = split(state_of(net), ("head",))
+            states.append(end)
+            sizes.append(1.0 if uniform else float(world.size(k)))
+        base = mean(states, sizes)
+    return base, heads

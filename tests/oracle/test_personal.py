@@ -1,6 +1,7 @@
 """Methods with personal models against plain loops: the server's state and that of every client."""
 
 from pathlib import Path
+from typing import Any
 
 import personal
 import pytest
@@ -52,5 +53,20 @@ def test_fedper(world: World, tmp_path: Path, layers: int) -> None:
     )
     state = played(world, f"fedper(num_personal_layers={layers})", tmp_path / "run")
     base, heads = personal.fedper(world, own)
+    agree(state, base)
+    agree_on_heads(tmp_path / "run", heads, drawn(world))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ("", {"head_epochs": 1, "body_epochs": 1}),
+        ("head_epochs=2,body_epochs=3,head_lr=0.08", {"head_epochs": 2, "body_epochs": 3, "head_lr": 0.08}),
+        ("agg_weights=uniform", {"head_epochs": 1, "body_epochs": 1, "uniform": True}),
+    ],
+)
+def test_fedrep(world: World, tmp_path: Path, settings: str, options: dict[str, Any]) -> None:
+    state = played(world, f"fedrep({settings})", tmp_path / "run")
+    base, heads = personal.fedrep(world, **options)
     agree(state, base)
     agree_on_heads(tmp_path / "run", heads, drawn(world))

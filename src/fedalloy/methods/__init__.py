@@ -11,6 +11,7 @@ from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
+from fedalloy.methods.fedrep import fedrep
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.local import local
@@ -30,6 +31,7 @@ __all__ = [
     "fedper",
     "fedprox",
     "fedrda",
+    "fedrep",
     "fedsce",
     "fedsub",
     "local",
