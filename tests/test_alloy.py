@@ -15,7 +15,7 @@ from torch import Tensor
 import fedalloy
 from fedalloy import registry
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Local, Step, client_round
+from fedalloy.client import Client, Local, Step, client_model, client_round
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
 from fedalloy.federation import federate
@@ -37,6 +37,7 @@ PARTS = sorted(name for name, kind in registry.parts().items() if kind.__module_
 # Settings that change what a part needs, gives or sends.
 SETTINGS = [
     "share(part='body')",
+    "share(part=':-1')",
     "share(agg_weights='uniform')",
     "share(buffers='local', server_lr=0.5)",
     "normalised(part='body', server_momentum=0.5)",
@@ -64,7 +65,7 @@ def trained_or_refused(method: Alloy) -> None:
 
 
 def trained(method: Alloy) -> Server:
-    """Two rounds of two clients, without files."""
+    """Two rounds of two clients, without files, and a look at a personal model."""
     site = Site(method, MODEL, FED.dataset.inputs, seed=0)
     server = Server(method, site, FED.info, LOCAL, seed=0)
     keeps: dict[int, Items] = {0: {}, 1: {}}
@@ -79,6 +80,10 @@ def trained(method: Alloy) -> Server:
                 replies.append(reply)
             outcome = server.receive(list(keeps), replies)
             assert not outcome.refused, outcome.refused
+        if method.personal:
+            mail, data = server.send(0, "evaluate"), FED.client(0)
+            tested = client_model(method, site, data, FED.info, LOCAL, keeps[0], mail, seed=0)
+            assert bool(torch.isfinite(tested(data.x_test)).all())
     for items in (server.state(), *keeps.values()):
         assert all(bool(torch.isfinite(value).all()) for value in items.values())
     return server

@@ -50,6 +50,8 @@ class Phase:
     epochs: int
     part: str = ""
     lr: float | None = None
+    steps: int | None = None  # a fixed number of steps in place of epochs
+    freeze_bn: bool = False  # BatchNorm in the frozen rest uses its running statistics and leaves them alone
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Mechanism:
 
     @property
     def outermost(self) -> bool:
-        """Whether its gradient wrapper goes around all others, whatever the order of the parts."""
+        """Whether it wraps the gradient around all others, and adapts after them, whatever the order of the parts."""
         return False
 
     @property
@@ -245,7 +247,8 @@ class Alloy:
     def with_hook(self, hook: str) -> tuple[Mechanism, ...]:
         """The mechanisms that do something at a hook, in order."""
         found = [piece for piece in self.pieces if piece.has(hook)]
-        return tuple(sorted(found, key=lambda piece: piece.outermost)) if hook == "gradient" else tuple(found)
+        last = hook in ("gradient", "adapt")
+        return tuple(sorted(found, key=lambda piece: piece.outermost)) if last else tuple(found)
 
     def claimant(self, hook: str) -> Mechanism | None:
         """The one mechanism that claims a hook."""

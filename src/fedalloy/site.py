@@ -17,6 +17,7 @@ from fedalloy.weights import Layout, Weights
 from fedalloy.wire import Items, Slot, Spec
 
 OWN = ("own.weights", "own.buffers")
+BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 @contextmanager
@@ -57,7 +58,7 @@ class Site:
         self.weights = Weights(self.net)
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
-        self.has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
+        self.has_batchnorm = any(isinstance(m, BATCHNORM) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")
         self.memo: dict[str, Any] = {}  # what a mechanism computes once for all clients of a round
@@ -233,8 +234,9 @@ class Sites:
     def check(self) -> None:
         """Refuse methods that share weights between different architectures."""
         if len(set(self.models)) > 1 and "one architecture" in self.method.gives:
+            what = "whole models" if "global model" in self.method.gives else "layers of models"
             raise FedAlloyError(
-                f"{self.method.title} averages whole models, but this federation mixes "
+                f"{self.method.title} averages {what}, but this federation mixes "
                 f"{', '.join(dict.fromkeys(self.models))}; "
                 "use one --model, or a method for different models such as 'local'"
             )

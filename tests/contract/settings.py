@@ -47,6 +47,8 @@ ROWS = (
     Row("fedsce(p=1, mu=0.1)", private=True),
     Row("ssf(ratio=0.5)", private=True, indispensable=True),
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
+    Row("fedper", private=True, zero=("fedper(num_personal_layers=0)", "fedavg")),
+    Row("fedrep", private=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -70,4 +72,6 @@ VARIANTS = (
     Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
+    Row("fedper(num_personal_layers=2, eval_body=own)", private=True, models=(NORMED,)),
+    Row("fedrep(eval_body=own, ft_epochs=1, freeze_bn=True, head_lr=0.2)", private=True, models=(NORMED,)),
 )

@@ -8,8 +8,10 @@ from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fednova import fednova
+from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
+from fedalloy.methods.fedrep import fedrep
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.local import local
@@ -26,8 +28,10 @@ __all__ = [
     "feddyn",
     "fedetf",
     "fednova",
+    "fedper",
     "fedprox",
     "fedrda",
+    "fedrep",
     "fedsce",
     "fedsub",
     "local",

@@ -1,0 +1,72 @@
+"""Methods with personal models against plain loops: the server's state and that of every client."""
+
+from pathlib import Path
+from typing import Any
+
+import personal
+import pytest
+import torch
+from oracles import World
+from personal import State
+from test_oracles import CLOSE, MODELS, gap, played, world
+from torch import Tensor
+
+from fedalloy.folder import RunFolder
+from fedalloy.wire import Items
+
+__all__ = ["world"]  # the fixture
+STATISTICS = ("running_mean", "running_var")
+
+
+def vector(state: State, statistics: bool = False) -> Tensor:
+    """The weights of a state as one vector, or its statistics."""
+    chosen = [value for name, value in state.items() if name.endswith(STATISTICS) == statistics]
+    return torch.cat([torch.empty(0), *(value.flatten() for value in chosen)])
+
+
+def agree(state: Items, base: State) -> None:
+    assert gap(state["server.weights"], vector(base)) < CLOSE
+    assert gap(state["server.buffers"], vector(base, statistics=True)) < CLOSE
+
+
+def private(folder: Path, client: int) -> Items:
+    return RunFolder(folder).vault.load(client, before=99)
+
+
+def agree_on_heads(folder: Path, heads: dict[int, State], drawn: set[int]) -> None:
+    for k, head in heads.items():
+        kept = private(folder, k)
+        assert bool(kept) == (k in drawn)
+        if kept:
+            assert gap(kept["own.weights"], vector(head)) < CLOSE
+            assert gap(kept["own.buffers"], vector(head, statistics=True)) < CLOSE
+
+
+def drawn(world: World) -> set[int]:
+    return {k for round in range(1, world.rounds + 1) for k in world.sampled(round)}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_fedper(world: World, tmp_path: Path, layers: int) -> None:
+    own = (
+        ("head",) if layers == 1 else (("body.1", "head") if world.model == MODELS[0] else ("body.2", "head"))
+    )
+    state = played(world, f"fedper(num_personal_layers={layers})", tmp_path / "run")
+    base, heads = personal.fedper(world, own)
+    agree(state, base)
+    agree_on_heads(tmp_path / "run", heads, drawn(world))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ("", {"head_epochs": 1, "body_epochs": 1}),
+        ("head_epochs=2,body_epochs=3,head_lr=0.08", {"head_epochs": 2, "body_epochs": 3, "head_lr": 0.08}),
+        ("agg_weights=uniform", {"head_epochs": 1, "body_epochs": 1, "uniform": True}),
+    ],
+)
+def test_fedrep(world: World, tmp_path: Path, settings: str, options: dict[str, Any]) -> None:
+    state = played(world, f"fedrep({settings})", tmp_path / "run")
+    base, heads = personal.fedrep(world, **options)
+    agree(state, base)
+    agree_on_heads(tmp_path / "run", heads, drawn(world))
