@@ -21,6 +21,7 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase
 from fedalloy.data import Prepare
@@ -54,13 +55,40 @@ class Local:
     def plain_sgd(self) -> bool:
         return self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0
 
-    def optimiser(self, flat: Tensor, lr: float) -> torch.optim.Optimizer:
-        """A fresh optimiser for a flat vector: no state survives a round."""
+    def optimiser(self, flat: Tensor, lr: float) -> Callable[[Tensor], None]:
+        """A fresh optimiser for a flat vector, a function of the gradient: no state survives a round."""
         if self.optimizer == "sgd":
-            return torch.optim.SGD([flat], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        if self.optimizer == "adam":
-            return torch.optim.Adam([flat], lr=lr, weight_decay=self.weight_decay)
-        return torch.optim.AdamW([flat], lr=lr, weight_decay=self.weight_decay)
+            return self._sgd(flat, lr)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        adam = kind([flat], lr=lr, weight_decay=self.weight_decay)
+
+        def step(gradient: Tensor) -> None:
+            flat.grad = gradient
+            adam.step()
+
+        return step
+
+    def _sgd(self, flat: Tensor, lr: float) -> Callable[[Tensor], None]:
+        """torch.optim.SGD as a function, without the bookkeeping of its class, which costs a tiny model dear."""
+        momentum: list[Tensor | None] = [None]
+
+        @torch.no_grad()
+        def step(gradient: Tensor) -> None:
+            sgd(
+                [flat],
+                [gradient],
+                momentum,
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                foreach=False,
+                fused=False,
+            )
+
+        return step
 
 
 @dataclass(frozen=True)
@@ -242,30 +270,22 @@ class Client:
 
     def _descend(self, stream: int | str, phase: Phase, oracle: Oracle, data: ClientData) -> "Iterator[Step]":
         """One phase with a fresh optimiser, step by step."""
-        span = self._freeze_all_but(phase.part)
+        span = self.weights.open(phase.part)
         if span.start == span.stop:  # nothing to train
             return
         leaf = self.weights.flat[span].detach()
         optimiser = self.local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
-        self.net.train()
+        self.site.mode(training=True)
         if phase.freeze_bn:
             self._freeze_statistics_of_all_but(phase.part)
         for step in self._steps(stream, phase, data):
-            leaf.grad = oracle(step)[span]
-            optimiser.step()
+            optimiser(oracle(step)[span])
             yield step
 
     def _rest(self) -> None:
         """Training is over: nothing is frozen any more, and the model is as it will be used."""
-        self._freeze_all_but("")
-        self.net.eval()
-
-    def _freeze_all_but(self, part: str) -> slice:
-        span = self.weights.span(part)
-        for name, parameter in self.net.named_parameters():
-            start, stop = self.weights.layout.spans[name]
-            parameter.requires_grad_(span.start <= start and stop <= span.stop)
-        return span
+        self.weights.open("")
+        self.site.mode(training=False)
 
     def _freeze_statistics_of_all_but(self, part: str) -> None:
         span = self.weights.buffer_span(part)

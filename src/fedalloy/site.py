@@ -62,8 +62,18 @@ class Site:
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")
         self.memo: dict[str, Any] = {}  # what a mechanism computes once for all clients of a round
+        self._modules = list(self.net.modules())
+        self._plain = all(type(module).train is nn.Module.train for module in self._modules)
         self._spares: list[Frozen] = []
         self._lent = 0
+
+    def mode(self, *, training: bool) -> None:
+        """net.train(training), without the walk through the tree where every module takes it plainly."""
+        if self._plain:
+            for module in self._modules:
+                module.__dict__["training"] = training
+        else:
+            self.net.train(training)
 
     def reset(self) -> None:
         """Hand the site to another client."""

@@ -90,6 +90,8 @@ class Weights:
         self.grad = torch.zeros(self.layout.size)
         self.buffers = torch.empty(self.buffer_layout.size)
         self.counters = [b for _, b in _state_buffers(net) if not b.is_floating_point()]
+        self._parameters = [(p, *self.layout.spans[name]) for name, p in parameters]
+        self._open: slice | None = None
         for (_, p), w, g in zip(
             parameters, self.views(self.flat).values(), self.views(self.grad).values(), strict=True
         ):
@@ -112,6 +114,15 @@ class Weights:
 
     def buffer_span(self, part: str = "") -> slice:
         return self.buffer_layout.span(part)
+
+    def open(self, part: str) -> slice:
+        """Let gradients reach the parameters of a part and no others."""
+        span = self.span(part)
+        if span != self._open:
+            for parameter, start, stop in self._parameters:
+                parameter.requires_grad_(span.start <= start and stop <= span.stop)
+            self._open = span
+        return span
 
     @torch.no_grad()
     def load(self, flat: Tensor, buffers: Tensor, part: str = "") -> None:
