@@ -260,8 +260,15 @@ def test_alloys_answer_questions() -> None:
     assert method.find(Projector) is None
     assert method.with_hook("gradient") == (Control(), Prox())
     assert method.claimant("weigh") is None
+    assert method.whole
     assert not method.personal
     assert registry.make("local").personal
+    for text, whole, personal in (
+        ("fedavg+finetune", True, True),
+        ("fedper", False, True),
+        ("share(part='aux')+auxiliary", False, True),
+    ):
+        assert (registry.make(text).whole, registry.make(text).personal) == (whole, personal)
     assert registry.make("local").everyone
     with pytest.raises(AlloyConflict, match="has no parts"):
         alloy("nothing")
