@@ -39,7 +39,7 @@ def mean(states: list[State], sizes: list[float]) -> State:
 
 
 def passes(
-    world: World, client: int, round: int, stream: int, epochs: int
+    world: World, client: int, round: int, stream: int | str, epochs: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     data = world.federation.client(client)
     for epoch in range(epochs):
@@ -106,3 +106,44 @@ def fedrep(
             sizes.append(1.0 if uniform else float(world.size(k)))
         base = mean(states, sizes)
     return base, heads
+
+
+def fedbabu(world: World, uniform: bool = False) -> State:
+    """The body is trained and averaged, the head is in no optimiser; the whole model of the server."""
+    net = world.net()
+    body = tuple({name.rpartition(".")[0] for name, _ in net.body.named_parameters(prefix="body")})
+    base, head = split(state_of(net), ("head",))
+    for round in range(1, world.rounds + 1):
+        states, sizes = [], []
+        for k in world.sampled(round):
+            net.load_state_dict({**base, **head}, strict=False)
+            descend(world, net, passes(world, k, round, 0, world.epochs), world.rate(round), body)
+            states.append(split(state_of(net), ("head",))[0])
+            sizes.append(1.0 if uniform else float(world.size(k)))
+        base = mean(states, sizes)
+    return base
+
+
+def right(world: World, model: State, client: int | None = None) -> int:
+    """How many samples of a client's own test split, or of the global test set, a model gets right."""
+    net = world.net()
+    net.load_state_dict(model, strict=False)
+    net.eval()
+    if client is not None:
+        data = world.federation.client(client)
+        x, y = data.x_test, data.y_test
+    else:
+        index = world.federation.split.global_test
+        x, y = world.federation.dataset.x[index], world.federation.dataset.y[index]
+    return int((net(world.federation.prepare(x, None)).logits.argmax(1) == y).sum())
+
+
+def tuned(world: World, base: State, epochs: int, lr: float) -> dict[int, State]:
+    """Every client's copy of (theta, phi_0), all of it fine-tuned."""
+    models = {}
+    for k in range(world.clients):
+        net = world.net()
+        net.load_state_dict(base, strict=False)
+        descend(world, net, passes(world, k, world.rounds, "finetune", epochs), lr)
+        models[k] = state_of(net)
+    return models

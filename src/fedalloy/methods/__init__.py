@@ -2,6 +2,7 @@
 
 from fedalloy.methods.balancedsoftmax import balancedsoftmax
 from fedalloy.methods.fedavg import fedavg
+from fedalloy.methods.fedbabu import fedbabu
 from fedalloy.methods.fedblade import fedblade
 from fedalloy.methods.feddecorr import feddecorr
 from fedalloy.methods.feddw import feddw
@@ -22,6 +23,7 @@ from fedalloy.methods.ssf import ssf
 __all__ = [
     "balancedsoftmax",
     "fedavg",
+    "fedbabu",
     "fedblade",
     "feddecorr",
     "feddw",
