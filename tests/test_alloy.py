@@ -49,6 +49,7 @@ SETTINGS = [
     "prox(part='aux')",
     "prox(part='head')",
     "contrast(buffer_size=2)",
+    "personalmodel(candidates=(0.1, 1))",
     "stragglers(fraction=0.5)",
     "alone(participation_applies=True)",
 ]

@@ -54,8 +54,9 @@ def descend(
     batches: Iterator[tuple[Tensor, Tensor]],
     lr: float,
     part: tuple[str, ...] | None = None,
+    pull: tuple[float, State] | None = None,
 ) -> None:
-    """SGD on the modules that are named, or on all; the others are in no optimiser."""
+    """SGD on the modules that are named, or on all, with a proximal term if asked for."""
     moving = [p for name, p in net.named_parameters() if part is None or name.rpartition(".")[0] in part]
     normed = any(isinstance(m, nn.BatchNorm1d) for m in net.modules())
     optimiser = torch.optim.SGD(moving, lr=lr, momentum=world.momentum)
@@ -64,7 +65,12 @@ def descend(
         if normed and len(y) == 1:
             continue
         net.zero_grad()
-        F.cross_entropy(net(x).logits, y).backward()  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(net(x).logits, y)
+        if pull is not None:
+            lam, anchor = pull
+            for name, p in net.named_parameters():
+                loss = loss + lam / 2 * ((p - anchor[name]) ** 2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
 
 
@@ -147,3 +153,26 @@ def tuned(world: World, base: State, epochs: int, lr: float) -> dict[int, State]
         descend(world, net, passes(world, k, world.rounds, "finetune", epochs), lr)
         models[k] = state_of(net)
     return models
+
+
+def ditto(
+    world: World, lam: float, epochs: int, lr: float, uniform: bool = False
+) -> tuple[State, dict[int, State]]:
+    """The global model, and everybody's personal one."""
+    net = world.net()
+    start = w = state_of(net)
+    v = dict.fromkeys(range(world.clients), start)
+    for round in range(1, world.rounds + 1):
+        states, sizes = [], []
+        rate = world.rate(round)
+        for k in world.sampled(round):
+            net.load_state_dict(w, strict=False)
+            descend(world, net, passes(world, k, round, 0, world.epochs), rate)
+            states.append(state_of(net))
+            sizes.append(1.0 if uniform else float(world.size(k)))
+            net.load_state_dict(v[k], strict=False)
+            own_rate = lr * world.lr_decay ** (round - 1)
+            descend(world, net, passes(world, k, round, 0, epochs), own_rate, pull=(lam, w))
+            v[k] = state_of(net)
+        w = mean(states, sizes)
+    return w, v

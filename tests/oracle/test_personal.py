@@ -89,3 +89,20 @@ def test_fedbabu(world: World, tmp_path: Path, uniform: bool) -> None:
     assert metrics["personal_local_acc_clients"] == pytest.approx(sum(shares) / len(shares))
     everywhere = [personal.right(world, model) / tested for model in models.values()]
     assert metrics["personal_on_global_acc"] == pytest.approx(sum(everywhere) / len(everywhere))
+
+
+@pytest.mark.parametrize(
+    ("settings", "lam", "epochs", "factor"),
+    [("", 1.0, 2, 1.0), ("lam=3,personal_epochs=3,personal_lr={},agg_weights=uniform", 3.0, 3, 0.5)],
+)
+def test_ditto(world: World, tmp_path: Path, settings: str, lam: float, epochs: int, factor: float) -> None:
+    lr = factor * world.lr
+    state = played(world, f"ditto({settings.format(lr)})", tmp_path / "run")
+    w, v = personal.ditto(world, lam, epochs, lr, "uniform" in settings)
+    agree(state, w)
+    for k, model in v.items():
+        kept = private(tmp_path / "run", k)
+        assert bool(kept) == (k in drawn(world))
+        if kept:
+            assert gap(kept["personalmodel.v"], vector(model)) < CLOSE
+            assert gap(kept["personalmodel.statistics"], vector(model, statistics=True)) < CLOSE

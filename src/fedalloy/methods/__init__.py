@@ -1,6 +1,7 @@
 """One file per paper: the mechanisms it introduced, then its recipe."""
 
 from fedalloy.methods.balancedsoftmax import balancedsoftmax
+from fedalloy.methods.ditto import ditto
 from fedalloy.methods.fedavg import fedavg
 from fedalloy.methods.fedbabu import fedbabu
 from fedalloy.methods.fedblade import fedblade
@@ -22,6 +23,7 @@ from fedalloy.methods.ssf import ssf
 
 __all__ = [
     "balancedsoftmax",
+    "ditto",
     "fedavg",
     "fedbabu",
     "fedblade",
