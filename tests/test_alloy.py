@@ -49,6 +49,7 @@ SETTINGS = [
     "prox(part='aux')",
     "prox(part='head')",
     "contrast(buffer_size=2)",
+    "personalmodel(candidates=(0.1, 1))",
     "stragglers(fraction=0.5)",
     "alone(participation_applies=True)",
 ]
@@ -260,8 +261,15 @@ def test_alloys_answer_questions() -> None:
     assert method.find(Projector) is None
     assert method.with_hook("gradient") == (Control(), Prox())
     assert method.claimant("weigh") is None
+    assert method.whole
     assert not method.personal
     assert registry.make("local").personal
+    for text, whole, personal in (
+        ("fedavg+finetune", True, True),
+        ("fedper", False, True),
+        ("share(part='aux')+auxiliary", False, True),
+    ):
+        assert (registry.make(text).whole, registry.make(text).personal) == (whole, personal)
     assert registry.make("local").everyone
     with pytest.raises(AlloyConflict, match="has no parts"):
         alloy("nothing")

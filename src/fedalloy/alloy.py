@@ -267,9 +267,14 @@ class Alloy:
         return any(piece.everyone for piece in self.pieces)
 
     @property
+    def whole(self) -> bool:
+        """Whether the server holds a whole model, for everybody."""
+        return any(piece.shares == "" for piece in self.pieces)
+
+    @property
     def personal(self) -> bool:
         """Whether clients end up with models of their own."""
-        return "global model" not in self.gives or bool(self.with_hook("adapt"))
+        return not self.whole or bool(self.with_hook("adapt"))
 
 
 def alloy(title: str, *pieces: Mechanism | Alloy, expression: str = "") -> Alloy:

@@ -115,7 +115,7 @@ class Server:
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
-        if "global model" not in self.method.gives:
+        if not self.method.whole:
             sharers = [piece.shares for piece in self.method if piece.shares is not None]
             return {"aux": (self.weights, self.buffers)} if sharers == ["aux"] else {}
         models = {"global": self.weights}

@@ -244,7 +244,7 @@ class Sites:
     def check(self) -> None:
         """Refuse methods that share weights between different architectures."""
         if len(set(self.models)) > 1 and "one architecture" in self.method.gives:
-            what = "whole models" if "global model" in self.method.gives else "layers of models"
+            what = "whole models" if self.method.whole else "layers of models"
             raise FedAlloyError(
                 f"{self.method.title} averages {what}, but this federation mixes "
                 f"{', '.join(dict.fromkeys(self.models))}; "

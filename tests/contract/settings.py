@@ -49,6 +49,8 @@ ROWS = (
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
     Row("fedper", private=True, zero=("fedper(num_personal_layers=0)", "fedavg")),
     Row("fedrep", private=True),
+    Row("fedbabu(ft_epochs=1)"),
+    Row("ditto", private=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -74,4 +76,7 @@ VARIANTS = (
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
     Row("fedper(num_personal_layers=2, eval_body=own)", private=True, models=(NORMED,)),
     Row("fedrep(eval_body=own, ft_epochs=1, freeze_bn=True, head_lr=0.2)", private=True, models=(NORMED,)),
+    Row("fedbabu(ft_epochs=0, head_init=orthogonal, agg_weights=uniform)", models=(NORMED,)),
+    Row("ditto(lam_candidates=(0.1, 1, 2), personal_epochs=1)", private=True, models=(NORMED,)),
+    Row("scaffold+personalmodel(lam=0.1, lr=0.05)", private=True, models=(PLAIN,)),
 )

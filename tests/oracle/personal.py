@@ -39,7 +39,7 @@ def mean(states: list[State], sizes: list[float]) -> State:
 
 
 def passes(
-    world: World, client: int, round: int, stream: int, epochs: int
+    world: World, client: int, round: int, stream: int | str, epochs: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     data = world.federation.client(client)
     for epoch in range(epochs):
@@ -54,8 +54,9 @@ def descend(
     batches: Iterator[tuple[Tensor, Tensor]],
     lr: float,
     part: tuple[str, ...] | None = None,
+    pull: tuple[float, State] | None = None,
 ) -> None:
-    """SGD on the modules that are named, or on all; the others are in no optimiser."""
+    """SGD on the modules that are named, or on all, with a proximal term if asked for."""
     moving = [p for name, p in net.named_parameters() if part is None or name.rpartition(".")[0] in part]
     normed = any(isinstance(m, nn.BatchNorm1d) for m in net.modules())
     optimiser = torch.optim.SGD(moving, lr=lr, momentum=world.momentum)
@@ -64,7 +65,12 @@ def descend(
         if normed and len(y) == 1:
             continue
         net.zero_grad()
-        F.cross_entropy(net(x).logits, y).backward()  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(net(x).logits, y)
+        if pull is not None:
+            lam, anchor = pull
+            for name, p in net.named_parameters():
+                loss = loss + lam / 2 * ((p - anchor[name]) ** 2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
 
 
@@ -106,3 +112,67 @@ def fedrep(
             sizes.append(1.0 if uniform else float(world.size(k)))
         base = mean(states, sizes)
     return base, heads
+
+
+def fedbabu(world: World, uniform: bool = False) -> State:
+    """The body is trained and averaged, the head is in no optimiser; the whole model of the server."""
+    net = world.net()
+    body = tuple({name.rpartition(".")[0] for name, _ in net.body.named_parameters(prefix="body")})
+    base, head = split(state_of(net), ("head",))
+    for round in range(1, world.rounds + 1):
+        states, sizes = [], []
+        for k in world.sampled(round):
+            net.load_state_dict({**base, **head}, strict=False)
+            descend(world, net, passes(world, k, round, 0, world.epochs), world.rate(round), body)
+            states.append(split(state_of(net), ("head",))[0])
+            sizes.append(1.0 if uniform else float(world.size(k)))
+        base = mean(states, sizes)
+    return base
+
+
+def right(world: World, model: State, client: int | None = None) -> int:
+    """How many samples of a client's own test split, or of the global test set, a model gets right."""
+    net = world.net()
+    net.load_state_dict(model, strict=False)
+    net.eval()
+    if client is not None:
+        data = world.federation.client(client)
+        x, y = data.x_test, data.y_test
+    else:
+        index = world.federation.split.global_test
+        x, y = world.federation.dataset.x[index], world.federation.dataset.y[index]
+    return int((net(world.federation.prepare(x, None)).logits.argmax(1) == y).sum())
+
+
+def tuned(world: World, base: State, epochs: int, lr: float) -> dict[int, State]:
+    """Every client's copy of (theta, phi_0), all of it fine-tuned."""
+    models = {}
+    for k in range(world.clients):
+        net = world.net()
+        net.load_state_dict(base, strict=False)
+        descend(world, net, passes(world, k, world.rounds, "finetune", epochs), lr)
+        models[k] = state_of(net)
+    return models
+
+
+def ditto(
+    world: World, lam: float, epochs: int, lr: float, uniform: bool = False
+) -> tuple[State, dict[int, State]]:
+    """The global model, and everybody's personal one."""
+    net = world.net()
+    start = w = state_of(net)
+    v = dict.fromkeys(range(world.clients), start)
+    for round in range(1, world.rounds + 1):
+        states, sizes = [], []
+        rate = world.rate(round)
+        for k in world.sampled(round):
+            net.load_state_dict(w, strict=False)
+            descend(world, net, passes(world, k, round, 0, world.epochs), rate)
+            states.append(state_of(net))
+            sizes.append(1.0 if uniform else float(world.size(k)))
+            net.load_state_dict(v[k], strict=False)
+            own_rate = lr * world.lr_decay ** (round - 1)
+            descend(world, net, passes(world, k, round, 0, epochs), own_rate, pull=(lam, w))
+            v[k] = state_of(net)
+        w = mean(states, sizes)
+    return w, v

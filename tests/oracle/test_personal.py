@@ -70,3 +70,39 @@ def test_fedrep(world: World, tmp_path: Path, settings: str, options: dict[str, 
     base, heads = personal.fedrep(world, **options)
     agree(state, base)
     agree_on_heads(tmp_path / "run", heads, drawn(world))
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_fedbabu(world: World, tmp_path: Path, uniform: bool) -> None:
+    method = f"fedbabu(agg_weights={'uniform' if uniform else 'size'}, ft_epochs=2)"
+    state = played(world, method, tmp_path / "run")
+    base = personal.fedbabu(world, uniform)
+    agree(state, base)
+    metrics = RunFolder(tmp_path / "run").history()[-1]["metrics"]
+    tested = len(world.federation.split.global_test)
+    assert metrics["global_acc"] == pytest.approx(personal.right(world, base) / tested)
+    models = personal.tuned(world, base, 2, world.rate(world.rounds))
+    own = [personal.right(world, model, k) for k, model in models.items()]
+    sizes = [len(world.federation.client(k).y_test) for k in models]
+    assert metrics["personal_local_acc"] == pytest.approx(sum(own) / sum(sizes))
+    shares = [r / n for r, n in zip(own, sizes, strict=True)]
+    assert metrics["personal_local_acc_clients"] == pytest.approx(sum(shares) / len(shares))
+    everywhere = [personal.right(world, model) / tested for model in models.values()]
+    assert metrics["personal_on_global_acc"] == pytest.approx(sum(everywhere) / len(everywhere))
+
+
+@pytest.mark.parametrize(
+    ("settings", "lam", "epochs", "factor"),
+    [("", 1.0, 2, 1.0), ("lam=3,personal_epochs=3,personal_lr={},agg_weights=uniform", 3.0, 3, 0.5)],
+)
+def test_ditto(world: World, tmp_path: Path, settings: str, lam: float, epochs: int, factor: float) -> None:
+    lr = factor * world.lr
+    state = played(world, f"ditto({settings.format(lr)})", tmp_path / "run")
+    w, v = personal.ditto(world, lam, epochs, lr, "uniform" in settings)
+    agree(state, w)
+    for k, model in v.items():
+        kept = private(tmp_path / "run", k)
+        assert bool(kept) == (k in drawn(world))
+        if kept:
+            assert gap(kept["personalmodel.v"], vector(model)) < CLOSE
+            assert gap(kept["personalmodel.statistics"], vector(model, statistics=True)) < CLOSE

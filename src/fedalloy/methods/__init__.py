@@ -1,7 +1,9 @@
 """One file per paper: the mechanisms it introduced, then its recipe."""
 
 from fedalloy.methods.balancedsoftmax import balancedsoftmax
+from fedalloy.methods.ditto import ditto
 from fedalloy.methods.fedavg import fedavg
+from fedalloy.methods.fedbabu import fedbabu
 from fedalloy.methods.fedblade import fedblade
 from fedalloy.methods.feddecorr import feddecorr
 from fedalloy.methods.feddw import feddw
@@ -21,7 +23,9 @@ from fedalloy.methods.ssf import ssf
 
 __all__ = [
     "balancedsoftmax",
+    "ditto",
     "fedavg",
+    "fedbabu",
     "fedblade",
     "feddecorr",
     "feddw",

@@ -31,6 +31,8 @@ class Alternate(Mechanism):
     head_lr: Positive | None = None  # None: that of the body; it follows the same schedule
     freeze_bn: bool = False
 
+    spoils = frozenset({"an auxiliary model", "compact features"})  # neither phase would train them
+
     def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
         if client.local.steps is not None:
             raise FedAlloyError(
