@@ -12,6 +12,7 @@ from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
+from fedalloy.methods.feduv import feduv
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
@@ -30,6 +31,7 @@ __all__ = [
     "fedrda",
     "fedsce",
     "fedsub",
+    "feduv",
     "local",
     "moon",
     "scaffold",
