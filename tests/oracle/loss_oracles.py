@@ -58,10 +58,30 @@ def feduv(world: World, lambda_v: float, lambda_u: float) -> Model:
                 deviation = torch.sqrt(((q[:, c] - q[:, c].mean()) ** 2).sum() / (count - 1))
                 total = total + lambda_v / classes * torch.clamp(classes**-0.5 - deviation, min=0)
         if count >= 3:
-            d = torch.stack([((z[i] - z[j]) ** 2).sum() for i in range(count) for j in range(i)])
+            d = torch.cat([((z[i] - z[:i]) ** 2).sum(1) for i in range(1, count)])
             ordered = d[d > 0].sort().values
             sigma = ordered[(len(ordered) - 1) // 2]
             total = total + lambda_u * torch.exp(-d / sigma).sum() / (count * (count - 1) / 2)
         return total
 
     return averaged(world, lambda client: loss)
+
+
+def fedlc(world: World, tau: float, pairwise: bool = False, floor: bool = False) -> Model:
+    def of(client: int) -> Loss:
+        labels = world.federation.client(client).y.tolist()
+        counts = {c: labels.count(c) or int(floor) for c in range(world.federation.dataset.inputs.classes)}
+        alone = len(set(labels)) < 2
+
+        def loss(net: Net, x: Tensor, y: Tensor) -> Tensor:
+            o = net.head(net.body(x))
+            score = {c: torch.exp(o[:, c] - tau * n**-0.25) for c, n in counts.items() if n}
+            total = torch.zeros(())
+            for true in set(y.tolist()):
+                below = sum(s for c, s in score.items() if c != true or not pairwise or alone)
+                total = total - torch.log(score[true] / below)[y == true].sum()
+            return total / len(y)
+
+        return loss
+
+    return averaged(world, of)

@@ -17,3 +17,10 @@ def world(request: pytest.FixtureRequest) -> World:
 def test_feduv(world: World, tmp_path: Path) -> None:
     state = played(world, "feduv(lambda_v=5,lambda_u=2)", tmp_path / "run")
     agree(state, loss_oracles.feduv(world, lambda_v=5.0, lambda_u=2.0))
+
+
+@pytest.mark.parametrize("settings", ["tau=5", "tau=1,form=pairwise", "tau=5,absent=floor"])
+def test_fedlc(world: World, tmp_path: Path, settings: str) -> None:
+    state = played(world, f"fedlc({settings})", tmp_path / "run")
+    tau = 1.0 if "tau=1" in settings else 5.0
+    agree(state, loss_oracles.fedlc(world, tau, "pairwise" in settings, "floor" in settings))
