@@ -9,6 +9,7 @@ from fedalloy.methods.feddecorr import feddecorr
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
+from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
@@ -16,6 +17,7 @@ from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedrep import fedrep
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
+from fedalloy.methods.feduv import feduv
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
@@ -31,6 +33,7 @@ __all__ = [
     "feddw",
     "feddyn",
     "fedetf",
+    "fedlc",
     "fednova",
     "fedper",
     "fedprox",
@@ -38,6 +41,7 @@ __all__ = [
     "fedrep",
     "fedsce",
     "fedsub",
+    "feduv",
     "local",
     "moon",
     "scaffold",
