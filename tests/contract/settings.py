@@ -47,6 +47,7 @@ ROWS = (
     Row("fedsce(p=1, mu=0.1)", private=True),
     Row("ssf(ratio=0.5)", private=True, indispensable=True),
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
+    Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.

@@ -11,6 +11,7 @@ from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
+from fedalloy.methods.fedsol import fedsol
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
@@ -29,6 +30,7 @@ __all__ = [
     "fedprox",
     "fedrda",
     "fedsce",
+    "fedsol",
     "fedsub",
     "local",
     "moon",
