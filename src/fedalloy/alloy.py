@@ -135,8 +135,11 @@ class Mechanism:
         """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
         return oracle(step)
 
+    def trained(self, client: Client, my: Box) -> None:
+        """Local training is over: a last change of the model, before anybody looks at it in `finish`."""
+
     def finish(self, client: Client, my: Box) -> Items:
-        """Local training is over; the keys must equal `up`."""
+        """What goes up; the keys must equal `up`."""
         return {}
 
     def adapt(self, client: Client, my: Box) -> None:

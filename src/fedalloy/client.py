@@ -8,7 +8,7 @@
               │     one optimiser step                               │
               └──────────────────────┬───────────────────────────────┘
                                      ▼
-                                  finish ─► reply, keep
+                            trained ─► finish ─► reply, keep
 
 An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict.
 """
@@ -186,6 +186,7 @@ class Client:
                 losses.append(step.value)
         self._freeze_all_but("")
         self.net.eval()
+        self._each("trained")
         return float(torch.stack(losses).double().mean()) if losses else 0.0
 
     def finish(self) -> Items:
