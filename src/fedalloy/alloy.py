@@ -222,6 +222,7 @@ HINTS = {
     "an auxiliary model": "; start from 'fedsce' or add 'auxiliary'",
     "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
     "compact features": "; start from 'fedrda'",
+    "feature anchors": "; start from 'fedfa'",
 }
 
 

@@ -355,3 +355,79 @@ def steps(
             continue
         optimiser.zero_grad()
         yield x, y, optimiser
+
+
+def fedfa(
+    world: World, lam: float, m: float, schedule: str, official: bool, by_class: bool
+) -> tuple[Model, Tensor]:
+    """The model and the anchors."""
+    net = world.net()
+    server = read(net)
+    classes = world.federation.dataset.classes
+    draw = generator(world.seed, 0, "server", "anchors")
+    anchors = torch.eye(net.width)[torch.randperm(net.width, generator=draw)[:classes]]
+    for round in range(1, world.rounds + 1):
+        models, sizes, moved = [], [], []
+        for client in world.sampled(round):
+            write(net, server)
+            moved.append(anchored(world, net, client, round, anchors, lam, m, schedule, official))
+            models.append(read(net))
+            sizes.append(float(world.size(client)))
+        server = mean(models, sizes)
+        weights = torch.tensor(sizes)[:, None].expand(-1, classes)
+        if by_class:
+            weights = torch.stack([world.federation.client(k).counts.float() for k in world.sampled(round)])
+        for c in range(classes):
+            if weights[:, c].sum():
+                rows = torch.stack([one[c] for one in moved])
+                anchors[c] = (weights[:, c, None] * rows).sum(0) / weights[:, c].sum()
+    return server, anchors
+
+
+def anchored(
+    world: World,
+    net: Net,
+    client: int,
+    round: int,
+    anchors: Tensor,
+    lam: float,
+    m: float,
+    schedule: str,
+    official: bool,
+) -> Tensor:
+    """One client's training; its anchors at the end of it."""
+    classes, moving = len(anchors), anchors.clone()
+    tuner: torch.optim.Optimizer = torch.optim.SGD(net.head.parameters(), lr=0.5)
+    if schedule == "batch":  # the method itself; Adam makes much of gradients that are mere round-off
+        tuner = torch.optim.Adam(net.head.parameters(), lr=1e-3)
+
+    def calibrate() -> None:
+        tuner.zero_grad()
+        F.cross_entropy(net.head(anchors), torch.arange(classes)).backward()  # type: ignore[no-untyped-call]
+        tuner.step()
+
+    batches = list(steps(world, net, client, round))
+    per_epoch = len(batches) // world.epochs
+    means: dict[int, list[Tensor]] = {}
+    for number, (x, y, optimiser) in enumerate(batches, start=1):
+        if schedule == "before":
+            calibrate()
+        out = net(x)
+        terms = [(out.features[y == c] - anchors[c]).square().sum(1).mean() for c in set(y.tolist())]
+        for c in sorted(set(y.tolist())):
+            means.setdefault(c, []).append(out.features[y == c].mean(0).detach())
+        optimiser.zero_grad()
+        loss = F.cross_entropy(out.logits, y) + lam / classes * torch.stack(terms).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        ended = number % per_epoch == 0
+        if schedule == "batch" or (schedule == "epoch" and ended):
+            calibrate()
+        if ended:
+            for c, found in means.items():
+                average = torch.stack(found).sum(0) / (per_epoch if official else len(found))
+                moving[c] = m * moving[c] + (1 - m) * average
+            means = {}
+    if schedule == "after":
+        calibrate()
+    return moving

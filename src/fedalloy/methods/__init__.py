@@ -7,6 +7,7 @@ from fedalloy.methods.feddecorr import feddecorr
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
+from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
@@ -26,6 +27,7 @@ __all__ = [
     "feddw",
     "feddyn",
     "fedetf",
+    "fedfa",
     "fednova",
     "fedprox",
     "fedrda",
