@@ -241,6 +241,23 @@ def test_the_first_part_is_the_innermost() -> None:
     assert not torch.equal(trained(alloy("outside", Share(), hide, push)).weights, start)
 
 
+@dataclass(frozen=True)
+class _Last(Mechanism):
+    """Sets the whole model to one number when training is over."""
+
+    number: float = 0.5
+
+    def trained(self, client: Client, my: Box) -> None:
+        assert not client.net.training
+        client.weights.flat.fill_(self.number)
+
+
+def test_the_last_change_of_the_model_is_sent() -> None:
+    """Also by parts that come first, such as the one that sends the weights."""
+    server = trained(alloy("last", Share(), _Last()))
+    assert torch.equal(server.weights, torch.full_like(server.weights, 0.5))
+
+
 def test_equal_parts_merge() -> None:
     assert registry.make("fedprox(mu=0.1)+prox(mu=0.1)").pieces == registry.make("fedprox(mu=0.1)").pieces
     assert registry.make("fedavg+fedprox").pieces == (Share(), Prox())

@@ -27,11 +27,11 @@ INPUTS = Inputs("image", (1, 8, 8), classes=10)
 BATCH = 4
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every operator, those of the backward pass included."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,12 +50,14 @@ def counted(name: str, batches: int) -> Counter[str]:
     info, local = Info(1, len(x)), Local(batch=BATCH, lr=0.01)
     server = Server(method, site, info, local, seed=0)
     keep: dict[str, torch.Tensor] = {}
+    counts: Counter[str] = Counter()
     for server.round in (1, 2, 3):
         mail = server.send(0)
         with Counting() as found:
             reply, keep = client_round(method, site, data, info, local, keep, mail, seed=0)
         server.receive([0], [reply])
-    return found.counts
+        counts = found.counts
+    return counts
 
 
 def summary(name: str) -> dict[str, int]:

@@ -137,8 +137,11 @@ class Mechanism:
         """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
         return oracle(step)
 
+    def trained(self, client: Client, my: Box) -> None:
+        """Local training is over: a last change of the model, before anybody looks at it in `finish`."""
+
     def finish(self, client: Client, my: Box) -> Items:
-        """Local training is over; the keys must equal `up`."""
+        """What goes up; the keys must equal `up`."""
         return {}
 
     def adapt(self, client: Client, my: Box) -> None:
@@ -221,6 +224,7 @@ HINTS = {
     "an auxiliary model": "; start from 'fedsce' or add 'auxiliary'",
     "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
     "compact features": "; start from 'fedrda'",
+    "feature anchors": "; start from 'fedfa'",
 }
 
 

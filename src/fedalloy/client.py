@@ -8,7 +8,7 @@
               │     one optimiser step                               │
               └──────────────────────┬───────────────────────────────┘
                                      ▼
-                                  finish ─► reply, keep
+                            trained ─► finish ─► reply, keep
 
 An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict.
 """
@@ -211,6 +211,7 @@ class Client:
                 self.seen += len(step.y)
                 losses.append(step.value)
         self._rest()
+        self._each("trained")
         return float(torch.stack(losses).double().mean()) if losses else 0.0
 
     def fit(

@@ -31,6 +31,7 @@ MOMENTS = {
     "task": "replaces the task loss",
     "loss": "adds a loss term",
     "gradient": "wraps the gradient",
+    "trained": "has the last word on the model",
     "finish": "ends local training",
     "adapt": "adapts before evaluation",
     "predict": "predicts",

@@ -53,6 +53,8 @@ ROWS = (
     Row("fedrep", private=True),
     Row("fedbabu(ft_epochs=1)"),
     Row("ditto", private=True),
+    Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
+    Row("fedfa(calib_lr=0.1)", zero=("fedfa(lam=0, calibration=none)", "fedavg")),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -77,6 +79,7 @@ VARIANTS = (
     Row("fedrda(encoder=orthogonal, decomposition=qr, scores=logits)", models=(PLAIN,)),
     Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
+    Row("fedfa(calibration=epoch, calib_lr=0.1, official_mean=True, class_weighted=True)", models=(PLAIN,)),
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
     Row("fedper(num_personal_layers=2, eval_body=own)", private=True, models=(NORMED,)),
     Row("fedrep(eval_body=own, ft_epochs=1, freeze_bn=True, head_lr=0.2)", private=True, models=(NORMED,)),

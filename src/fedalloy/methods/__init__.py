@@ -9,6 +9,7 @@ from fedalloy.methods.feddecorr import feddecorr
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
+from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
@@ -16,6 +17,7 @@ from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedrep import fedrep
 from fedalloy.methods.fedsce import fedsce
+from fedalloy.methods.fedsol import fedsol
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.feduv import feduv
 from fedalloy.methods.local import local
@@ -33,6 +35,7 @@ __all__ = [
     "feddw",
     "feddyn",
     "fedetf",
+    "fedfa",
     "fedlc",
     "fednova",
     "fedper",
@@ -40,6 +43,7 @@ __all__ = [
     "fedrda",
     "fedrep",
     "fedsce",
+    "fedsol",
     "fedsub",
     "feduv",
     "local",
