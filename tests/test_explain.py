@@ -119,3 +119,16 @@ def test_a_method_of_ones_own_is_explained(tmp_path: Path, monkeypatch: pytest.M
     said = fedalloy("explain", "own_recipe:mine(lr=0.5)")
     assert said.code == 2
     assert "cannot call method 'own_recipe:mine(lr=0.5)'" in said.err
+
+
+def test_methods_say_what_they_need_reveal_and_cost() -> None:
+    rows = {row["name"]: row for row in fedalloy("methods", "--json").json["methods"]}
+    assert rows["fedavg"]["reveals"] == ["weights"]
+    assert rows["feddw"]["reveals"] == ["weights", "class means of predictions", "label counts"]
+    assert rows["fedblade"]["reveals"] == ["weights", "class means of features", "label counts"]
+    assert "BatchNorm" in rows["fedblade"]["advice"][0]
+    assert (rows["local"]["reveals"], rows["local"]["up"], rows["local"]["models"]) == ([], 0, "personal")
+    assert (rows["scaffold"]["up"], rows["scaffold"]["private_state"]) == (2, True)
+    assert (rows["fedsce"]["architectures"], rows["fedprox"]["architectures"]) == ("any", "one")
+    said = " ".join(fedalloy("methods").out.split())
+    assert "server sees weights, class means of predictions, label counts" in said

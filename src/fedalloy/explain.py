@@ -1,6 +1,7 @@
 """What a method is made of, what it keeps, what crosses the wire and what that costs: read off the method itself."""
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +13,7 @@ from fedalloy import registry
 from fedalloy.alloy import CLAIMED_HOOKS, Alloy, Mechanism
 from fedalloy.client import ClientData, Info, Local, client_round
 from fedalloy.data import Prepare
+from fedalloy.errors import FedAlloyWarning
 from fedalloy.expression import parse
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
@@ -117,9 +119,43 @@ def recipes() -> list[dict[str, Any]]:
             "paper": recipe.paper,
             "summary": _summary(recipe).partition("\n")[0].removeprefix(f"{recipe.title}: "),
             "parameters": parameters_of(recipe),
+            **traits(recipe.make()),
         }
         for recipe in registry.RECIPES.values()
     ]
+
+
+def traits(method: Alloy) -> dict[str, Any]:
+    """What a method asks of a federation, what it reveals and what it sends, as multiples of the model."""
+    inputs = Inputs("image", (1, 8, 8), classes=10)
+    with warnings.catch_warnings(record=True) as advice:
+        warnings.simplefilter("always", FedAlloyWarning)
+        site = Site(method, "mlp", inputs, seed=0)
+    model = 4 * size_of("mlp", inputs).parameters
+    sent = {way: site.specs(way) for way in ("down", "up")}
+    return {
+        "architectures": "one" if "one architecture" in method.gives else "any",
+        "models": "personal" if method.personal else "global",
+        "private_state": any(piece.has("born") for piece in method) or bool(site.own()),
+        "reveals": list(dict.fromkeys(_revealed(spec) for spec in sent["up"].values() if spec.bytes)),
+        "advice": [str(note.message) for note in advice],
+        **{way: sum(spec.bytes for spec in specs.values()) / model for way, specs in sent.items()},
+    }
+
+
+def _revealed(spec: Spec) -> str:
+    """What a server learns about a client from one slot, beyond the sum of all."""
+    match spec.slot.shape:
+        case ("classes",):
+            return "label counts"
+        case ("held" | "classes", "features" | "embedding"):
+            return "class means of features"
+        case ("held" | "classes", "classes"):
+            return "class means of predictions"
+        case ():
+            return "a number"
+        case _:
+            return "weights"
 
 
 def parts() -> list[dict[str, str]]:

@@ -60,13 +60,22 @@ def files(console: Console, **paths: Path) -> None:
         console.print(f"{what:{max(map(len, paths))}}  {escape(str(path))}", soft_wrap=True)
 
 
+def _traits(recipe: dict[str, Any]) -> str:
+    """What a method asks for, reveals and costs, in a line."""
+    mixes = "one architecture" if recipe["architectures"] == "one" else "any architectures"
+    keeps = ", keeps state at clients" if recipe["private_state"] else ""
+    sent = f"up {recipe['up']:.2g}, down {recipe['down']:.2g} models" if recipe["up"] else "sends nothing"
+    seen = f"; server sees {', '.join(recipe['reveals'])}" if recipe["reveals"] else ""
+    return f"{mixes}, {recipe['models']} model{keeps}; {sent}{seen}"
+
+
 def methods(console: Console, recipes: list[dict[str, Any]], parts: list[dict[str, str]]) -> None:
     for family in dict.fromkeys(recipe["family"] for recipe in recipes):
         table = _table("method", "what it does", "parameters", title=family)
         for recipe in recipes:
             if recipe["family"] == family:
                 defaults = "\n".join(f"{p['name']}={p['default']}" for p in recipe["parameters"])
-                says = f"{escape(recipe['summary'])}\n[dim]{escape(recipe['paper'])}[/]"
+                says = f"{escape(recipe['summary'])}\n[dim]{escape(recipe['paper'])}\n{_traits(recipe)}[/]"
                 table.add_row(f"[bold]{recipe['name']}[/]", says, escape(defaults))
         console.print(table)
     table = _table("part", "what it does", title="parts, to add with +")
