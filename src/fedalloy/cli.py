@@ -14,7 +14,7 @@ import pydantic
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 from cyclopts.validators import Number
 
-from fedalloy import __version__, nets, show
+from fedalloy import __version__, nets, presets, show
 from fedalloy import explain as anatomy
 from fedalloy import reproduce as studies
 from fedalloy.bench import play as benches
@@ -27,6 +27,7 @@ from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.expression import slug, split
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
+from fedalloy.presets import PRESETS
 from fedalloy.ranges import AtLeastOne
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
 from fedalloy.run import reopen, resume, start
@@ -101,6 +102,13 @@ def compare(
     target: Annotated[
         float | None, Parameter(help="Count the rounds until this accuracy, such as 0.8.")
     ] = None,
+    everything: Annotated[
+        bool, Parameter(name="--all", negative="", help="Compare every method that fits the federation.")
+    ] = False,
+    preset: Annotated[
+        str | None,
+        Parameter(help=f"The methods and settings of a paper: {', '.join(PRESETS)}. Flags win over it."),
+    ] = None,
     config: ConfigFile = None,
     out: Annotated[
         Path | None, Parameter(help="The folder to write; finished runs in it are not run again.")
@@ -116,7 +124,13 @@ def compare(
         raise FedAlloyError("name the methods without --method, such as: fedalloy compare fedavg fedprox")
     if seeds is not None and "seed" in given:
         raise FedAlloyError("give --seeds or --seed, not both")
-    base = _merged(config, given)
+    paper = presets.preset(preset) if preset else None
+    base = _merged(config, {**paper.settings, **given} if paper else given)
+    if everything and (methods or paper):
+        raise FedAlloyError("--all names the methods; leave the others and --preset away")
+    methods = methods or (
+        paper.methods if paper else presets.every_method(base.architectures) if everything else ()
+    )
     numbers = [base.seed] if seeds is None else _numbers(seeds)
     plan = Comparison.plan(base, methods, numbers, out, target)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
