@@ -10,11 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedalloy import report
-from fedalloy.data.picture import partition_figure, partition_table
+from fedalloy.data.picture import partition_table
 from fedalloy.errors import writing
 from fedalloy.federation import Federation
 from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables
+from fedalloy.report.figures import drawn_partition
 from fedalloy.report.files import write_text
+from fedalloy.report.runs import Partition
 from fedalloy.report.units import in_bytes
 from fedalloy.run import Result
 
@@ -146,8 +148,9 @@ def partition_facts(federation: Federation) -> dict[str, Any]:
 
 
 def partition_picture(federation: Federation, path: Path) -> Path:
-    counts = federation.split.counts(federation.dataset)
-    figure = partition_figure(counts, federation.dataset.class_names)
+    """The same picture as in a run's report, in a page of its own."""
+    counts = tuple(map(tuple, federation.split.counts(federation.dataset).tolist()))
+    figure = drawn_partition(Partition(class_names=federation.dataset.class_names, counts=counts))
     with writing(path):
         return write_text(path, figure.to_html(include_plotlyjs=True))
 
