@@ -10,6 +10,7 @@ from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
+from fedalloy.methods.fedrcl import fedrcl
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
@@ -30,6 +31,7 @@ __all__ = [
     "fedlc",
     "fednova",
     "fedprox",
+    "fedrcl",
     "fedrda",
     "fedsce",
     "fedsub",
