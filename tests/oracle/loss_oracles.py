@@ -1,11 +1,11 @@
 """Methods that change the local loss, as plain loops over samples, pairs and classes; no mechanism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from oracles import Model, World, mean, read, write
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from fedalloy.nets.base import Net
@@ -20,7 +20,7 @@ def descend(
     net.train()
     optimiser = torch.optim.SGD(net.parameters(), lr=world.rate(round), momentum=world.momentum)
     for x, y in world.batches(client, round):
-        if len(y) == 1 and any(isinstance(m, torch.nn.BatchNorm1d) for m in net.modules()):
+        if len(y) == 1 and any(isinstance(m, nn.BatchNorm1d) for m in net.modules()):
             continue
         optimiser.zero_grad()
         loss_of(net, x, y).backward()  # type: ignore[no-untyped-call]
@@ -85,3 +85,44 @@ def fedlc(world: World, tau: float, pairwise: bool = False, floor: bool = False)
         return loss
 
     return averaged(world, of)
+
+
+def fedrcl(
+    world: World,
+    w_s: float,
+    w_p: float,
+    tau: float,
+    kappa: float,
+    most: tuple[int, int] = (1, 2),  # positives and negatives of an anchor
+    clip: float | None = 10.0,
+    uniform: bool = False,
+) -> Model:
+    """For perceptrons: the levels are the first and the last hidden layer, before the ReLU."""
+
+    def loss(net: Net, x: Tensor, y: Tensor) -> Tensor:
+        hidden, h = [], x
+        assert isinstance(net.body, nn.Sequential)
+        for layer in net.body:
+            if isinstance(layer, nn.ReLU):
+                hidden.append(h)
+                h = torch.relu(h)
+            else:
+                h = layer(h)
+        levels = hidden[:1] if len(hidden) == 1 else [hidden[0], hidden[-1]]
+        terms = torch.cat([torch.stack(list(relaxed(z, y))) for z in levels])
+        return F.cross_entropy(net.head(h), y) + terms.mean()
+
+    def relaxed(z: Tensor, y: Tensor) -> Iterator[Tensor]:
+        phi = z / z.norm(dim=1, keepdim=True)
+        s = phi @ phi.T
+        for i in range(len(y)):
+            partners = s[i][(y == y[i]) & (torch.arange(len(y)) != i)].sort().values[: most[0]]
+            others = s[i][y != y[i]].sort(descending=True).values[: most[1]]
+            term = torch.zeros(())
+            p = torch.exp((partners if len(partners) else torch.ones(1)) / tau)
+            term = term - w_s * torch.log(p / (p + torch.exp(others / tau).sum())).mean()
+            r = partners[partners >= kappa]
+            one = torch.exp(torch.tensor(1 / tau))
+            yield term - w_p * torch.log(one / (one + torch.exp(r / tau).sum()))
+
+    return averaged(world, lambda client: loss, uniform=uniform, clip=clip)

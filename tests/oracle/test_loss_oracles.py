@@ -24,3 +24,15 @@ def test_fedlc(world: World, tmp_path: Path, settings: str) -> None:
     state = played(world, f"fedlc({settings})", tmp_path / "run")
     tau = 1.0 if "tau=1" in settings else 5.0
     agree(state, loss_oracles.fedlc(world, tau, "pairwise" in settings, "floor" in settings))
+
+
+def test_fedrcl(world: World, tmp_path: Path) -> None:
+    state = played(world, "fedrcl(w_s=0.5,w_p=2,tau=0.2,kappa=0.3,grad_clip=1)", tmp_path / "run")
+    agree(state, loss_oracles.fedrcl(world, 0.5, 2.0, tau=0.2, kappa=0.3, clip=1.0))
+
+
+def test_fedrcl_at_two_levels(tmp_path: Path) -> None:
+    world = World(digits(), "mlp(hidden=16,depth=3)", epochs=1)
+    settings = "tau=0.2,kappa=0.3,form=full,grad_clip=none,agg_weights=uniform"
+    state = played(world, f"fedrcl({settings})", tmp_path / "run")
+    agree(state, loss_oracles.fedrcl(world, 1.0, 1.0, 0.2, 0.3, most=(99, 99), clip=None, uniform=True))

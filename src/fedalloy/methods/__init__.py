@@ -14,6 +14,7 @@ from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
+from fedalloy.methods.fedrcl import fedrcl
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedrep import fedrep
 from fedalloy.methods.fedsce import fedsce
@@ -40,6 +41,7 @@ __all__ = [
     "fednova",
     "fedper",
     "fedprox",
+    "fedrcl",
     "fedrda",
     "fedrep",
     "fedsce",

@@ -43,9 +43,11 @@ class Residual(nn.Module):
         super().__init__()
         self.branch = branch
         self.shortcut = shortcut
+        self.relu = relu()
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.relu(self.branch(x) + self.shortcut(x), inplace=True)
+        out: Tensor = self.relu(self.branch(x) + self.shortcut(x))
+        return out
 
 
 class Subsample(nn.Module):
