@@ -8,6 +8,7 @@ from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
+from fedalloy.methods.fedfa_aug import fedfa_aug
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
@@ -28,6 +29,7 @@ __all__ = [
     "feddyn",
     "fedetf",
     "fedfa",
+    "fedfa_aug",
     "fednova",
     "fedprox",
     "fedrda",
