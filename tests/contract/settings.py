@@ -10,6 +10,7 @@ from fedalloy.expression import parse
 
 PLAIN = "mlp(hidden=8)"
 NORMED = "mlp(hidden=8, norm=batch)"
+CONVOLUTIONS = "cnn-fedrda"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ ROWS = (
     Row("ditto", private=True),
     Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
     Row("fedfa(calib_lr=0.1)", zero=("fedfa(lam=0, calibration=none)", "fedavg")),
+    Row("fedfaaug", models=(CONVOLUTIONS,), zero=("fedfaaug(prob=0)", "fedavg")),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.

@@ -431,3 +431,62 @@ def anchored(
     if schedule == "after":
         calibrate()
     return moving
+
+
+def fedfa_aug(world: World, prob: float, momentum: float) -> Model:
+    """For a net of two convolutions; its buffers are, stage by stage, statistics and variances between clients."""
+    net = world.net()
+    server = read(net)
+    assert isinstance(net.body, nn.Sequential)
+    maps = [layer.out_channels for layer in net.body if isinstance(layer, nn.Conv2d)]
+    known = [torch.stack([torch.zeros(k), torch.ones(k)]) for k in maps]
+    between = [torch.ones(2, k) for k in maps]
+    for round in range(1, world.rounds + 1):
+        models, sizes, seen = [], [], []
+        for client in world.sampled(round):
+            write(net, server)
+            own = [one.clone() for one in known]
+            batches = world.batches(client, round)
+            per_epoch = -(-world.size(client) // world.batch)
+            optimiser = torch.optim.SGD(net.parameters(), lr=world.rate(round), momentum=world.momentum)
+            with torch.random.fork_rng(devices=[]):
+                for number, (x, y) in enumerate(batches):
+                    if number % per_epoch == 0:
+                        epoch = number // per_epoch
+                        torch.manual_seed(seed_of(world.seed, round, client, 0, epoch, "dropout"))
+                    optimiser.zero_grad()
+                    z, stage = x, 0
+                    for layer in net.body:
+                        if isinstance(layer, (nn.Conv2d, nn.Flatten)) and z is not x:  # a stage is over
+                            z = jittered(z, own[stage], between[stage], prob, momentum)
+                            stage += 1
+                        z = layer(z)
+                    F.cross_entropy(net.head(z), y).backward()  # type: ignore[no-untyped-call]
+                    optimiser.step()
+            models.append(read(net))
+            sizes.append(float(world.size(client)))
+            seen.append(own)
+        server = mean(models, sizes)
+        p = torch.tensor(sizes) / sum(sizes)
+        for stage, one in enumerate(torch.stack(column) for column in zip(*seen, strict=True)):
+            known[stage] = (p[:, None, None] * one).sum(0)
+            between[stage] = one.var(0)
+    travelling = [row.flatten() for pair in zip(known, between, strict=True) for row in pair]
+    return Model(server.weights, torch.cat(travelling))
+
+
+def jittered(x: Tensor, known: Tensor, between: Tensor, prob: float, momentum: float) -> Tensor:
+    """The augmentation; `known` is updated."""
+    if len(x) < 2 or float(torch.rand(())) >= prob:
+        return x
+    noise = torch.randn(2, *x.shape[:2])
+    mu, sigma = x.mean((2, 3)), ((x - x.mean((2, 3), keepdim=True)).square().mean((2, 3)) + 1e-6).sqrt()
+    jittered = []
+    for row, values in enumerate((mu, sigma)):
+        known[row] = momentum * known[row] + (1 - momentum) * values.detach().mean(0)
+        v = between[row] + 1e-6
+        w = v / (v + 1)
+        gamma = w / w.mean()
+        jittered.append(values + noise[row] * torch.sqrt((1 + gamma) * (values.var(0) + 1e-6)))
+    mean, std, new_mean, new_std = (one[:, :, None, None] for one in (mu, sigma, *jittered))
+    return (x - mean) / std * new_std + new_mean

@@ -137,3 +137,9 @@ def test_fedfa(world: World, tmp_path: Path, schedule: str, official: bool, by_c
     model, anchors = oracles.fedfa(world, 0.3, 0.4, schedule, official, by_class)
     agree(state, model)
     assert gap(state["anchors.anchors"], anchors) < CLOSE
+
+
+def test_fedfa_aug(tmp_path: Path) -> None:
+    world = World(digits(), "cnn-fedrda", momentum=0.5, lr=0.05)
+    state = played(world, "fedfa_aug(prob=0.6,momentum=0.8)", tmp_path / "run")
+    agree(state, oracles.fedfa_aug(world, 0.6, 0.8))

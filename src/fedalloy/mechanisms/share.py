@@ -35,7 +35,8 @@ class Share(Mechanism):
         whole = {"global model"} if self.part == "" else set()
         whole |= {"one architecture"} if self.part not in ("aux", "head") else set()
         by_size = {"size weights"} if self.agg_weights == "size" else {"uniform weights"}
-        return frozenset({"shared weights", "the clients' weights"} | whole | by_size)
+        averaged = {"averaged statistics"} if self.buffers == "average" else set()
+        return frozenset({"shared weights", "the clients' weights"} | whole | by_size | averaged)
 
     @property
     def shares(self) -> str | None:

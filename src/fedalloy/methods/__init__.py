@@ -11,6 +11,7 @@ from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fedlc import fedlc
+from fedalloy.methods.fedfa_aug import fedfa_aug
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
@@ -38,6 +39,7 @@ __all__ = [
     "fedetf",
     "fedfa",
     "fedlc",
+    "fedfa_aug",
     "fednova",
     "fedper",
     "fedprox",
