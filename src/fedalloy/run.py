@@ -281,7 +281,7 @@ def _diverged(server: Server, outcome: Outcome) -> bool:
 
 def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Record]) -> Record:
     """The run in one object."""
-    metric = "global_acc" if "global model" in setup.method.gives else "personal_local_acc"
+    metric = "personal_local_acc" if setup.method.personal else "global_acc"
     values = [
         line["metrics"][metric]
         for line in history
