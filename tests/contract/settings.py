@@ -47,6 +47,7 @@ ROWS = (
     Row("fedsce(p=1, mu=0.1)", private=True),
     Row("ssf(ratio=0.5)", private=True, indispensable=True),
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
+    Row("fedala", private=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -70,4 +71,7 @@ VARIANTS = (
     Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
+    Row(
+        "fedala(num_ala_layers=0, start_until_converged=False, ala_all=True)", private=True, models=(NORMED,)
+    ),
 )
