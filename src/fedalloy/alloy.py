@@ -50,6 +50,7 @@ class Phase:
     epochs: int
     part: str = ""
     lr: float | None = None
+    plain: bool = False  # plain SGD, whatever optimiser the clients have
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ An evaluation takes the short way: mail ─► born (once) ─► load ─► ad
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -53,6 +53,10 @@ class Local:
     @property
     def plain_sgd(self) -> bool:
         return self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0
+
+    @property
+    def as_plain_sgd(self) -> "Local":
+        return replace(self, optimizer="sgd", momentum=0.0, weight_decay=0.0)
 
     def optimiser(self, flat: Tensor, lr: float) -> torch.optim.Optimizer:
         """A fresh optimiser for a flat vector: no state survives a round."""
@@ -177,7 +181,8 @@ class Client:
         for number, phase in enumerate(self._phases()):
             span = self._freeze_all_but(phase.part)
             leaf = self.weights.flat[span].detach()
-            optimiser = self.local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
+            local = self.local.as_plain_sgd if phase.plain else self.local
+            optimiser = local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
             for step in self._steps(number, phase):
                 leaf.grad = oracle(step)[span]
                 optimiser.step()
@@ -264,6 +269,13 @@ class Client:
     def _innermost(self, step: "Step") -> Tensor:
         """The gradient of task and losses at the weights as they stand."""
         self.weights.grad.zero_()
+        loss = self.objective(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        step.value = loss.detach()
+        return self.weights.grad
+
+    def objective(self, step: "Step") -> Tensor:
+        """Task and losses on a batch, at the weights as they stand, as a graph."""
         step.out = self.net(step.x)
         loss = self._task.task(step, self.box(self._task)) if self._task else None
         if loss is None:
@@ -272,9 +284,7 @@ class Client:
             term = piece.loss(step, self.box(piece))
             if term is not None:
                 loss = loss + term
-        loss.backward()  # type: ignore[no-untyped-call]
-        step.value = loss.detach()
-        return self.weights.grad
+        return loss
 
     def _onion(self) -> Oracle:
         """The gradient as the method sees it: wrappers around task and losses, first mechanism innermost."""
