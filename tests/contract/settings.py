@@ -48,6 +48,10 @@ ROWS = (
     Row("ssf(ratio=0.5)", private=True, indispensable=True),
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
     Row("fedala", private=True),
+    Row(
+        "perfedavg(alpha=0.1, beta=0.1)",
+        zero=("perfedavg(alpha=0, beta=0.1, adapt_steps=0)", "fedavg"),
+    ),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.

@@ -1,5 +1,8 @@
 """Personal methods as plain loops, written from the papers' algorithm boxes, as in `oracles.py`."""
 
+from collections.abc import Iterator
+from itertools import count
+
 import torch
 import torch.nn.functional as F
 from oracles import Model, World, descend, mean, read, write
@@ -79,3 +82,51 @@ def mix(
             if name in W:
                 p.copy_(before[name] + (new[name] - before[name]) * W[name])
     return W
+
+
+def laps(world: World, client: int, round: int, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of one of Per-FedAvg's own streams, without end."""
+    data = world.federation.client(client)
+    for lap in count():
+        draw = generator(world.seed, round, client, lap, name, "batches")
+        for index in torch.split(torch.randperm(data.samples, generator=draw), world.batch):
+            if len(index) > 1 or "batch" not in world.model:
+                yield data.prepare(data.x[index], None), data.y[index]
+
+
+def perfedavg(
+    world: World, alpha: float, beta: float, delta: float | None, same: bool, uniform: bool
+) -> Model:
+    """Every gradient is taken at a model of its own; only the pass on the outer batch leaves its statistics behind."""
+    net = world.net()
+    server = read(net)
+    for round in range(1, world.rounds + 1):
+        models, sizes = [], []
+        rate = beta * world.lr_decay ** (round - 1)
+        for client in world.sampled(round):
+            here = Model(server.weights.clone(), server.buffers.clone())
+            inner, curved = (laps(world, client, round, name) for name in ("inner", "curvature"))
+            for batch in world.batches(client, round):
+                if len(batch[1]) == 1 and "batch" in world.model:
+                    continue
+                g, _ = gradient(net, here, batch if same else next(inner))
+                v, buffers = gradient(net, Model(here.weights - alpha * g, here.buffers), batch)
+                moved = v
+                if delta is not None:
+                    third = batch if same else next(curved)
+                    ahead, _ = gradient(net, Model(here.weights + delta * v, buffers), third)
+                    behind, _ = gradient(net, Model(here.weights - delta * v, buffers), third)
+                    moved = v - alpha * (ahead - behind) / (2 * delta)
+                here = Model(here.weights - rate * moved, buffers)
+            models.append(here)
+            sizes.append(1.0 if uniform else float(world.size(client)))
+        server = mean(models, sizes)
+    return server
+
+
+def gradient(net: Net, model: Model, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The gradient of a batch's loss in train mode, and the statistics after the pass."""
+    write(net, model)
+    x, y = batch
+    slopes = torch.autograd.grad(F.cross_entropy(net.train()(x).logits, y), list(net.parameters()))
+    return torch.cat([g.flatten() for g in slopes]), read(net).buffers

@@ -1,5 +1,6 @@
 """Personal methods against plain loops: the same weights, statistics and private state after three rounds."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import personal
@@ -39,3 +40,15 @@ def test_fedala(place: World, tmp_path: Path, layers: int, tensors: int, converg
             W = torch.cat([w.flatten() for w in weights[client].values()])
             assert gap(keep["ala.W"], W) < CLOSE
             assert float(W.mean()) < 1
+
+
+@pytest.mark.parametrize(("same", "uniform"), [(False, False), (True, True)])
+@pytest.mark.parametrize("delta", [None, 0.1])
+def test_perfedavg(place: World, tmp_path: Path, delta: float | None, same: bool, uniform: bool) -> None:
+    """Also under momentum, which it does not use. A large delta, as the noise of the difference is divided by it."""
+    place = replace(place, momentum=0.9)
+    variant = "fo" if delta is None else f"hf, delta={delta}"
+    inner, weights = "same" if same else "independent", "uniform" if uniform else "size"
+    settings = f"alpha=0.1, beta=0.05, variant={variant}, inner_batch={inner}, agg_weights={weights}"
+    state = played(place, f"perfedavg({settings})", tmp_path / "run")
+    agree(state, personal.perfedavg(place, 0.1, 0.05, delta, same, uniform))

@@ -15,6 +15,7 @@ from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
+from fedalloy.methods.perfedavg import perfedavg
 from fedalloy.methods.scaffold import scaffold
 from fedalloy.methods.ssf import ssf
 
@@ -34,6 +35,7 @@ __all__ = [
     "fedsub",
     "local",
     "moon",
+    "perfedavg",
     "scaffold",
     "ssf",
 ]
