@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-CHECKED := src tests examples benchmarks
+CHECKED := src tests examples
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check format bench docs clean
@@ -36,8 +36,8 @@ format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff format $(CHECKED)
 	$(BIN)/ruff check --fix $(CHECKED)
 
-bench: $(STAMP) ## time a round and its parts
-	$(BIN)/python benchmarks/rounds.py
+bench: $(STAMP) ## time rounds beside a bare PyTorch loop
+	$(BIN)/fedalloy bench --out benchmarks/last.json
 
 docs: $(STAMP) ## check that every command and example in the docs runs
 	$(BIN)/pytest -q tests/test_docs.py

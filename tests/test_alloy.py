@@ -15,7 +15,7 @@ from torch import Tensor
 import fedalloy
 from fedalloy import registry
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Local, Step, client_round
+from fedalloy.client import Client, Local, Step, client_model, client_round
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
 from fedalloy.federation import federate
@@ -37,6 +37,7 @@ PARTS = sorted(name for name, kind in registry.parts().items() if kind.__module_
 # Settings that change what a part needs, gives or sends.
 SETTINGS = [
     "share(part='body')",
+    "share(part=':-1')",
     "share(agg_weights='uniform')",
     "share(buffers='local', server_lr=0.5)",
     "normalised(part='body', server_momentum=0.5)",
@@ -48,6 +49,7 @@ SETTINGS = [
     "prox(part='aux')",
     "prox(part='head')",
     "contrast(buffer_size=2)",
+    "personalmodel(candidates=(0.1, 1))",
     "stragglers(fraction=0.5)",
     "alone(participation_applies=True)",
 ]
@@ -64,7 +66,7 @@ def trained_or_refused(method: Alloy) -> None:
 
 
 def trained(method: Alloy) -> Server:
-    """Two rounds of two clients, without files."""
+    """Two rounds of two clients, without files, and a look at a personal model."""
     site = Site(method, MODEL, FED.dataset.inputs, seed=0)
     server = Server(method, site, FED.info, LOCAL, seed=0)
     keeps: dict[int, Items] = {0: {}, 1: {}}
@@ -79,6 +81,10 @@ def trained(method: Alloy) -> Server:
                 replies.append(reply)
             outcome = server.receive(list(keeps), replies)
             assert not outcome.refused, outcome.refused
+        if method.personal:
+            mail, data = server.send(0, "evaluate"), FED.client(0)
+            tested = client_model(method, site, data, FED.info, LOCAL, keeps[0], mail, seed=0)
+            assert bool(torch.isfinite(tested(data.x_test)).all())
     for items in (server.state(), *keeps.values()):
         assert all(bool(torch.isfinite(value).all()) for value in items.values())
     return server
@@ -235,6 +241,23 @@ def test_the_first_part_is_the_innermost() -> None:
     assert not torch.equal(trained(alloy("outside", Share(), hide, push)).weights, start)
 
 
+@dataclass(frozen=True)
+class _Last(Mechanism):
+    """Sets the whole model to one number when training is over."""
+
+    number: float = 0.5
+
+    def trained(self, client: Client, my: Box) -> None:
+        assert not client.net.training
+        client.weights.flat.fill_(self.number)
+
+
+def test_the_last_change_of_the_model_is_sent() -> None:
+    """Also by parts that come first, such as the one that sends the weights."""
+    server = trained(alloy("last", Share(), _Last()))
+    assert torch.equal(server.weights, torch.full_like(server.weights, 0.5))
+
+
 def test_equal_parts_merge() -> None:
     assert registry.make("fedprox(mu=0.1)+prox(mu=0.1)").pieces == registry.make("fedprox(mu=0.1)").pieces
     assert registry.make("fedavg+fedprox").pieces == (Share(), Prox())
@@ -255,8 +278,15 @@ def test_alloys_answer_questions() -> None:
     assert method.find(Projector) is None
     assert method.with_hook("gradient") == (Control(), Prox())
     assert method.claimant("weigh") is None
+    assert method.whole
     assert not method.personal
     assert registry.make("local").personal
+    for text, whole, personal in (
+        ("fedavg+finetune", True, True),
+        ("fedper", False, True),
+        ("share(part='aux')+auxiliary", False, True),
+    ):
+        assert (registry.make(text).whole, registry.make(text).personal) == (whole, personal)
     assert registry.make("local").everyone
     with pytest.raises(AlloyConflict, match="has no parts"):
         alloy("nothing")

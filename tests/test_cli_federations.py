@@ -96,6 +96,8 @@ def test_different_models_need_a_method_for_them() -> None:
     assert said.code == 2
     assert "FedAvg averages whole models, but this federation mixes mlp, cnn-fedrda" in said.err
     assert not Path("r").exists()
+    said = fedalloy("run", *flags, *ONE, "--method", "share(part=':-1')", "--out", "r")
+    assert (said.code, "averages layers of models, but this federation mixes" in said.err) == (2, True)
     found = ran(*flags, *ONE, "--method", "local")
     assert found["model"] == "mlp, cnn-fedrda"
     assert 0 <= found["accuracy"]["final"] <= 1

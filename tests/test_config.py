@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "momentum": 0.75,
     "weight_decay": 0.001,
     "optimizer": "adam",
+    "precision": "bf16",
     "seed": 9,
     "eval_every": 2,
     "eval_clients": 3,

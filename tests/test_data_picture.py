@@ -1,12 +1,11 @@
 """Pictures of a partition: everything that is held is shown."""
 
-import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from fedalloy.data import Dataset, Dirichlet, Pathological, partition
-from fedalloy.data.picture import partition_figure, partition_table
+from fedalloy.data.picture import partition_table
 
 
 def dataset(classes: int, names: tuple[str, ...] = ()) -> Dataset:
@@ -49,22 +48,3 @@ def test_many_classes_are_counted_only() -> None:
     table = partition_table(data, partition(data, 5, Pathological(3), 0))
     assert len(table.columns) == 4
     assert "global test samples are no client's" in str(table.caption)
-
-
-@pytest.mark.parametrize("clients", [1, 5, 60])
-def test_bars(clients: int) -> None:
-    data = dataset(4, ("ant", "bee", "cow", "dog"))
-    counts = partition(data, clients, Dirichlet(0.5), 0).counts(data)
-    figure = partition_figure(counts, data.class_names)
-    assert [bar.name for bar in figure.data] == list(data.class_names)
-    assert [list(bar.x) for bar in figure.data] == counts.T.tolist()
-
-
-def test_heat_map() -> None:
-    data = dataset(4)
-    counts = partition(data, 61, Dirichlet(0.5), 0).counts(data)
-    figure = partition_figure(counts)
-    assert len(figure.data) == 1
-    assert torch.equal(torch.as_tensor(figure.data[0].z), counts.T)
-    assert list(figure.data[0].y) == ["0", "1", "2", "3"]
-    assert "samples" in figure.to_json()

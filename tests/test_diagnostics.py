@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import fedalloy as fa
+from fedalloy.diagnose import _apart
 from fedalloy.diagnostics import collapse, effective_rank, spectrum
 from fedalloy.methods.fedetf import simplex_etf
+from fedalloy.run import reopen
 from terminal import fedalloy, history
 
 RUN = ("--engine", "inline", "--rounds", "2", "--clients", "3", "--skew", "iid", "--model", "mlp(hidden=8)")
@@ -89,3 +91,64 @@ def test_diagnose_looks_at_different_models_too(tmp_path: Path) -> None:
     fa.train(federation, models="mlp(hidden=8),mlp(hidden=4)", method="local", rounds=1, out=tmp_path / "r")
     found = fedalloy("diagnose", str(tmp_path / "r"), "--json").json
     assert set(found) == {"report"}  # no global model, no common space of features
+
+
+def test_the_auxiliary_model_is_scored_as_it_stands(tmp_path: Path) -> None:
+    """Its accuracy is that of net.aux with the server's weights on the global test set."""
+    federation = fa.federate("digits", clients=4, skew="iid")
+    result = fa.train(
+        federation, method="fedsce(p=1, mu=0.1)", rounds=2, models="mlp,lenet", out=tmp_path / "r"
+    )
+    server, _, _ = reopen(result.folder)
+    site, index = server.site, federation.split.global_test
+    site.weights.flat[site.weights.span("aux")] = server.weights
+    said = site.net.aux.eval()(federation.prepare(federation.dataset.x[index], None)).logits.argmax(1)
+    expected = float((said == federation.dataset.y[index]).double().mean())
+    assert result.history[-1]["metrics"]["aux_acc"] == expected
+    assert expected > 0.2
+    assert "Auxiliary model" in result.report().read_text()
+
+
+def test_features_over_rounds_are_kept_and_drawn(tmp_path: Path) -> None:
+    flags = ("--method", "fedsce(p=1,mu=0.1)", "--models", "mlp,lenet", "--clients", "4", "--rounds", "4")
+    fedalloy("run", *flags, "--diagnose-every", "2", "--out", str(tmp_path / "r"))
+    assert sorted(p.name for p in (tmp_path / "r/features").iterdir()) == [
+        "000002.safetensors",
+        "000004.safetensors",
+    ]
+    fedalloy("diagnose", str(tmp_path / "r"))
+    panels = json.loads((tmp_path / "r/diagnostics.json").read_text())["panels"]
+    assert [(panel["round"], panel["client"][0]) for panel in panels] == [
+        (r, k) for r in (2, 4) for k in range(4)
+    ]
+    assert all(len(p["x"]) == len(p["y"]) == len(p["class"]) == len(p["client"]) for p in panels)
+    assert panels[0]["x"] != panels[4]["x"], "the client has learned something in between"
+    assert "Features over rounds" in (tmp_path / "r/report.html").read_text()
+
+
+def test_clients_that_agree_have_centroids_at_no_distance() -> None:
+    """Two clients with the same features of a class, and one class that only one of them holds."""
+    one = torch.tensor([[0.0, 0.0], [2.0, 0.0], [5.0, 5.0]])
+    assert _apart([one, one], [0, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 2]) == {
+        "distance of clients' class centroids": 0.0
+    }
+    moved = one + torch.tensor([3.0, 4.0])
+    assert _apart([one, moved], [0, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 2]) == {
+        "distance of clients' class centroids": 5.0
+    }
+    assert _apart([one], [0, 0, 0], [0, 0, 1]) == {}
+
+
+def test_fedrda_notes_how_far_features_leave_the_global_space(tmp_path: Path) -> None:
+    """Less with the deviation term than without it would, and nothing before anything has been trained."""
+    name = "share of local features outside the global space"
+    federation = fa.federate("digits", clients=4, skew="dirichlet:0.1")
+    shares = {}
+    for gamma in (1e-6, 1.0):
+        method = f"fedrda(alpha=1, gamma={gamma})"
+        result = fa.train(
+            federation, method=method, rounds=4, epochs=3, diagnose_every=1, out=tmp_path / f"{gamma}"
+        )
+        shares[gamma] = [line["diagnostics"][name] for line in result.history]
+        assert all(0 < share < 1 for share in shares[gamma])
+    assert shares[1.0][-1] < shares[1e-6][-1]

@@ -20,6 +20,7 @@ import pytest
 import fedalloy
 from fedalloy import cli, nets, registry
 from fedalloy.config import Config
+from fedalloy.papers import pages
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -130,13 +131,15 @@ def test_the_settings_table_is_that_of_the_program() -> None:
 
 
 def test_the_paper_index_knows_every_method_and_parameter() -> None:
-    text = (ROOT / "docs/papers.md").read_text()
-    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    table = (ROOT / "docs/papers.md").read_text().partition("\n## ")[0]
     for recipe in registry.RECIPES.values():
-        assert recipe.title in sections, f"docs/papers.md has no section {recipe.title!r}"
-        assert f"`{recipe.name}`" in text.partition("\n## ")[0], f"docs/papers.md does not list {recipe.name}"
-        for name in recipe.parameters:
-            assert f"`{name}`" in sections[recipe.title], f"docs/papers.md: {recipe.title} lacks {name}"
+        assert recipe.title in pages(), f"docs/papers.md has no section {recipe.title!r}"
+        assert f"`{recipe.name}`" in table, f"docs/papers.md does not list {recipe.name}"
+        page = pages()[recipe.title]
+        assert page.values.keys() == recipe.parameters.keys(), f"docs/papers.md: the table of {recipe.title}"
+        assert all(page.values.values())
+        assert all(page.meanings.values())
+        assert any(note.startswith("Differs") for note in page.notes), f"docs/papers.md: {recipe.title}"
 
 
 def test_every_model_is_named() -> None:

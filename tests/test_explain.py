@@ -65,6 +65,24 @@ def test_parameters_come_with_ranges() -> None:
     assert ranges["agg_weights"] == ("size", "'size' or 'uniform'")
 
 
+def test_what_the_paper_says_stands_beside_the_parameters() -> None:
+    facts = explained("feddw")
+    mu = next(row for row in facts["parameters"] if row["name"] == "mu")
+    assert "10 on CIFAR-100" in mu["paper"]
+    assert mu["does"] == "weight of the class-relation term"
+    assert any(note.startswith("Differs from the paper. ") for note in facts["notes"])
+    assert "Differs from the paper." in fedalloy("explain", "feddw").out
+
+
+def test_one_round_is_told_in_its_order() -> None:
+    moments = dict(explained("fedblade+prox")["algorithm"])
+    assert moments["each step: loss"] == "balancedsoftmax + lddecorr + pba"
+    assert moments["each step: gradient"] == "loss → prox → optimiser"
+    assert "features-means.counts" in moments["the client sends"]
+    assert list(moments)[-1] == "the server aggregates"
+    assert dict(explained("fedavg")["algorithm"])["each step: loss"] == "cross-entropy"
+
+
 @pytest.mark.parametrize("recipe", registry.RECIPES.values(), ids=registry.RECIPES)
 def test_every_default_is_within_its_own_range(recipe: registry.Recipe) -> None:
     defaults = {name: parameter.default for name, parameter in recipe.parameters.items()}
@@ -101,3 +119,16 @@ def test_a_method_of_ones_own_is_explained(tmp_path: Path, monkeypatch: pytest.M
     said = fedalloy("explain", "own_recipe:mine(lr=0.5)")
     assert said.code == 2
     assert "cannot call method 'own_recipe:mine(lr=0.5)'" in said.err
+
+
+def test_methods_say_what_they_need_reveal_and_cost() -> None:
+    rows = {row["name"]: row for row in fedalloy("methods", "--json").json["methods"]}
+    assert rows["fedavg"]["reveals"] == ["weights"]
+    assert rows["feddw"]["reveals"] == ["weights", "class means of predictions", "label counts"]
+    assert rows["fedblade"]["reveals"] == ["weights", "class means of features", "label counts"]
+    assert "BatchNorm" in rows["fedblade"]["advice"][0]
+    assert (rows["local"]["reveals"], rows["local"]["up"], rows["local"]["models"]) == ([], 0, "personal")
+    assert (rows["scaffold"]["up"], rows["scaffold"]["private_state"]) == (2, True)
+    assert (rows["fedsce"]["architectures"], rows["fedprox"]["architectures"]) == ("any", "one")
+    said = " ".join(fedalloy("methods").out.split())
+    assert "server sees weights, class means of predictions, label counts" in said

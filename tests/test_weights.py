@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedalloy import nets
 from fedalloy.client import Local
+from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
 from fedalloy.weights import Layout, Weights
@@ -66,8 +67,7 @@ def test_flat_steps_are_bitwise_those_of_the_ordinary_optimiser(local: Local, mo
         optimiser.step()
         weights.grad.zero_()
         backward(flat_net, x, y)
-        leaf.grad = weights.grad
-        flat_optimiser.step()
+        flat_optimiser(weights.grad)
     for (name, expected), (_, found) in zip(
         plain.state_dict().items(), flat_net.state_dict().items(), strict=True
     ):
@@ -126,6 +126,44 @@ def test_spans_of_parts() -> None:
     assert weights.span("nothing") == slice(0, 0)
     assert len(weights.zeros("neck")) == neck
     assert not weights.zeros().any()
+
+
+def test_a_colon_cuts_the_layers_of_the_model() -> None:
+    """Layers are modules with parameters, in order; neither the auxiliary model nor an addition counts."""
+    net = WithAuxiliary()
+    net.compact = nn.Linear(3, 2)
+    weights = Weights(net)
+    linear, norm, neck, head = 15, 6, 12, 8
+    whole = linear + norm + neck + head
+    for part, start, stop in (
+        (":-1", 0, whole - head),
+        ("-1:", whole - head, whole),
+        (":-2", 0, linear + norm),
+        ("-3:", linear, whole),
+        ("1:-1", linear, linear + norm + neck),
+        (":", 0, whole),
+        (":-4", 0, 0),
+        (":-99", 0, 0),
+        ("-99:", 0, whole),
+    ):
+        assert weights.span(part) == slice(start, stop), part
+    assert weights.buffer_span(":-2") == slice(0, 6)  # a BatchNorm layer takes its statistics along
+    assert weights.buffer_span(":-3") == slice(0, 0)
+    assert weights.buffer_span("-3:") == slice(0, 6)
+
+
+def test_statistics_without_weights_go_with_the_layer_before() -> None:
+    body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3))
+    weights = Weights(Net(body, nn.Linear(3, 2)))
+    assert weights.buffer_span(":-2") == slice(0, 6)
+    assert weights.buffer_span(":-3") == slice(0, 0)
+    assert weights.span(":-2") == slice(0, 15)
+
+
+@pytest.mark.parametrize("part", ["a:", ":b", "1:2:3", "1.5:"])
+def test_a_cut_that_cannot_be_read(part: str) -> None:
+    with pytest.raises(FedAlloyError, match="cannot read the part"):
+        Weights(WithAuxiliary()).span(part)
 
 
 def test_a_part_is_a_name_not_a_prefix_of_one() -> None:

@@ -50,6 +50,8 @@ class Phase:
     epochs: int
     part: str = ""
     lr: float | None = None
+    steps: int | None = None  # a fixed number of steps in place of epochs
+    freeze_bn: bool = False  # BatchNorm in the frozen rest uses its running statistics and leaves them alone
     plain: bool = False  # plain SGD, whatever optimiser the clients have
 
 
@@ -94,7 +96,7 @@ class Mechanism:
 
     @property
     def outermost(self) -> bool:
-        """Whether its gradient wrapper goes around all others, whatever the order of the parts."""
+        """Whether it wraps the gradient around all others, and adapts after them, whatever the order of the parts."""
         return False
 
     @property
@@ -136,8 +138,11 @@ class Mechanism:
         """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
         return oracle(step)
 
+    def trained(self, client: Client, my: Box) -> None:
+        """Local training is over: a last change of the model, before anybody looks at it in `finish`."""
+
     def finish(self, client: Client, my: Box) -> Items:
-        """Local training is over; the keys must equal `up`."""
+        """What goes up; the keys must equal `up`."""
         return {}
 
     def adapt(self, client: Client, my: Box) -> None:
@@ -220,6 +225,7 @@ HINTS = {
     "an auxiliary model": "; start from 'fedsce' or add 'auxiliary'",
     "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
     "compact features": "; start from 'fedrda'",
+    "feature anchors": "; start from 'fedfa'",
 }
 
 
@@ -246,7 +252,8 @@ class Alloy:
     def with_hook(self, hook: str) -> tuple[Mechanism, ...]:
         """The mechanisms that do something at a hook, in order."""
         found = [piece for piece in self.pieces if piece.has(hook)]
-        return tuple(sorted(found, key=lambda piece: piece.outermost)) if hook == "gradient" else tuple(found)
+        last = hook in ("gradient", "adapt")
+        return tuple(sorted(found, key=lambda piece: piece.outermost)) if last else tuple(found)
 
     def claimant(self, hook: str) -> Mechanism | None:
         """The one mechanism that claims a hook."""
@@ -265,9 +272,14 @@ class Alloy:
         return any(piece.everyone for piece in self.pieces)
 
     @property
+    def whole(self) -> bool:
+        """Whether the server holds a whole model, for everybody."""
+        return any(piece.shares == "" for piece in self.pieces)
+
+    @property
     def personal(self) -> bool:
         """Whether clients end up with models of their own."""
-        return "global model" not in self.gives or bool(self.with_hook("adapt"))
+        return not self.whole or bool(self.with_hook("adapt"))
 
 
 def alloy(title: str, *pieces: Mechanism | Alloy, expression: str = "") -> Alloy:

@@ -1,4 +1,4 @@
-"""The command line: run, compare, methods, explain, partition, report, diagnose, reproduce, models."""
+"""The command line: run, compare, methods, explain, partition, report, diagnose, reproduce, bench, models."""
 
 import json
 import os
@@ -12,10 +12,12 @@ from typing import Annotated, Any
 
 import pydantic
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts.validators import Number
 
-from fedalloy import __version__, nets, show
+from fedalloy import __version__, nets, presets, show
 from fedalloy import explain as anatomy
 from fedalloy import reproduce as studies
+from fedalloy.bench import play as benches
 from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
 from fedalloy.console import complain, console, counting, progress, resumable
@@ -25,9 +27,11 @@ from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.expression import slug, split
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
+from fedalloy.presets import PRESETS
 from fedalloy.ranges import AtLeastOne
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
 from fedalloy.run import reopen, resume, start
+from fedalloy.storage import write_whole
 
 app = App(
     name="fedalloy",
@@ -98,6 +102,13 @@ def compare(
     target: Annotated[
         float | None, Parameter(help="Count the rounds until this accuracy, such as 0.8.")
     ] = None,
+    everything: Annotated[
+        bool, Parameter(name="--all", negative="", help="Compare every method that fits the federation.")
+    ] = False,
+    preset: Annotated[
+        str | None,
+        Parameter(help=f"The methods and settings of a paper: {', '.join(PRESETS)}. Flags win over it."),
+    ] = None,
     config: ConfigFile = None,
     out: Annotated[
         Path | None, Parameter(help="The folder to write; finished runs in it are not run again.")
@@ -113,7 +124,13 @@ def compare(
         raise FedAlloyError("name the methods without --method, such as: fedalloy compare fedavg fedprox")
     if seeds is not None and "seed" in given:
         raise FedAlloyError("give --seeds or --seed, not both")
-    base = _merged(config, given)
+    paper = presets.preset(preset) if preset else None
+    base = _merged(config, {**paper.settings, **given} if paper else given)
+    if everything and (methods or paper):
+        raise FedAlloyError("--all names the methods; leave the others and --preset away")
+    methods = methods or (
+        paper.methods if paper else presets.every_method(base.architectures) if everything else ()
+    )
     numbers = [base.seed] if seeds is None else _numbers(seeds)
     plan = Comparison.plan(base, methods, numbers, out, target)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
@@ -224,6 +241,34 @@ def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False)
     else:
         show.findings(console(), found["numbers"])
         show.files(console(), report=written)
+
+
+@app.command
+def bench(
+    *,
+    only: Annotated[
+        str, Parameter(help=f"Only these, separated by commas: {', '.join(benches.NAMES)}.")
+    ] = "",
+    rounds: Annotated[
+        int, Parameter(help="Rounds of a run; the first is not counted.", validator=Number(gte=2))
+    ] = 3,
+    repeats: Annotated[AtLeastOne, Parameter(help="Times that everything is run; the best counts.")] = 2,
+    data_root: Annotated[
+        Path | None, Parameter(help="A folder with mnist.npz; random pixels by default.")
+    ] = None,
+    out: Annotated[Path | None, Parameter(help="Write everything as JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time rounds beside a bare PyTorch loop in the same run.
+
+    Only the ratios are worth quoting: the machine decides the rest.
+    """
+    names = benches.chosen(only)
+    with console(quiet=as_json).status("bench") as status:
+        found = benches.play(names, rounds, repeats, data_root, lambda row: status.update(f"bench {row}"))
+    if out:
+        write_whole(out, (json.dumps(found, indent=2) + "\n").encode())
+    _print_json(found) if as_json else show.benches(console(), found)
 
 
 @app.command

@@ -8,7 +8,7 @@
               │     one optimiser step                               │
               └──────────────────────┬───────────────────────────────┘
                                      ▼
-                                  finish ─► reply, keep
+                            trained ─► finish ─► reply, keep
 
 An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict.
 """
@@ -21,12 +21,13 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase
 from fedalloy.data import Prepare
 from fedalloy.nets.base import Outputs
 from fedalloy.random import generator
-from fedalloy.site import Frozen, Site, seeded
+from fedalloy.site import BATCHNORM, Frozen, Site, seeded
 from fedalloy.wire import Items, Mail, Reply
 
 EVAL_BATCH = 512  # fixed: the bits of a convolution may depend on it
@@ -58,13 +59,40 @@ class Local:
     def as_plain_sgd(self) -> "Local":
         return replace(self, optimizer="sgd", momentum=0.0, weight_decay=0.0)
 
-    def optimiser(self, flat: Tensor, lr: float) -> torch.optim.Optimizer:
-        """A fresh optimiser for a flat vector: no state survives a round."""
+    def optimiser(self, flat: Tensor, lr: float) -> Callable[[Tensor], None]:
+        """A fresh optimiser for a flat vector, a function of the gradient: no state survives a round."""
         if self.optimizer == "sgd":
-            return torch.optim.SGD([flat], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        if self.optimizer == "adam":
-            return torch.optim.Adam([flat], lr=lr, weight_decay=self.weight_decay)
-        return torch.optim.AdamW([flat], lr=lr, weight_decay=self.weight_decay)
+            return self._sgd(flat, lr)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        adam = kind([flat], lr=lr, weight_decay=self.weight_decay)
+
+        def step(gradient: Tensor) -> None:
+            flat.grad = gradient
+            adam.step()
+
+        return step
+
+    def _sgd(self, flat: Tensor, lr: float) -> Callable[[Tensor], None]:
+        """torch.optim.SGD as a function, without the bookkeeping of its class, which costs a tiny model dear."""
+        momentum: list[Tensor | None] = [None]
+
+        @torch.no_grad()
+        def step(gradient: Tensor) -> None:
+            sgd(
+                [flat],
+                [gradient],
+                momentum,
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                foreach=False,
+                fused=False,
+            )
+
+        return step
 
 
 @dataclass(frozen=True)
@@ -172,26 +200,34 @@ class Client:
         self.weights.load(now, buffers)
         return total
 
+    def plain_gradient(self, step: "Step") -> Tensor:
+        """The gradient of cross-entropy alone, at the weights as they stand."""
+        return self._gradient(step, cross_entropy)
+
     def train(self) -> float:
         """All phases of local training; the mean loss per step."""
         self._each("start")
         oracle = self._onion()
         losses: list[Tensor] = []
-        self.net.train()
         for number, phase in enumerate(self._phases()):
-            span = self._freeze_all_but(phase.part)
-            leaf = self.weights.flat[span].detach()
-            local = self.local.as_plain_sgd if phase.plain else self.local
-            optimiser = local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
-            for step in self._steps(number, phase):
-                leaf.grad = oracle(step)[span]
-                optimiser.step()
+            for step in self._descend(number, phase, oracle, self.data):
                 self.steps += 1
                 self.seen += len(step.y)
                 losses.append(step.value)
-        self._freeze_all_but("")
-        self.net.eval()
+        self._rest()
+        self._each("trained")
         return float(torch.stack(losses).double().mean()) if losses else 0.0
+
+    def fit(
+        self, stream: int | str, phase: Phase, oracle: Oracle | None = None, data: ClientData | None = None
+    ) -> None:
+        """Training beside that of the method: the weights as they stand, by default on cross-entropy alone.
+
+        Batches are drawn from the given stream; 0 is that of the method's own first phase.
+        """
+        for _ in self._descend(stream, phase, oracle or self.plain_gradient, data or self.data):
+            pass
+        self._rest()
 
     def finish(self) -> Items:
         """Every mechanism's upload, checked against what it declared."""
@@ -208,6 +244,7 @@ class Client:
         """What the server will see of an additive value: the value itself unless a codec is at work."""
         return self.site.as_sent(value, self.round)
 
+    @torch.no_grad()
     def examine(self) -> dict[str, float | Tensor]:
         """What the mechanisms show of this client after training."""
         found: dict[str, float | Tensor] = {}
@@ -234,52 +271,75 @@ class Client:
             phases = claimant.phases(self, self.box(claimant), self.local.epochs)
             if phases is not None:
                 return phases
-        return [Phase(self.local.epochs)]
+        return [Phase(self.local.epochs, steps=self.local.steps)]
 
-    def _freeze_all_but(self, part: str) -> slice:
-        span = self.weights.span(part)
-        for name, parameter in self.net.named_parameters():
-            start, stop = self.weights.layout.spans[name]
-            parameter.requires_grad_(span.start <= start and stop <= span.stop)
-        return span
+    def _descend(self, stream: int | str, phase: Phase, oracle: Oracle, data: ClientData) -> "Iterator[Step]":
+        """One phase with a fresh optimiser, step by step."""
+        span = self.weights.open(phase.part)
+        if span.start == span.stop:  # nothing to train
+            return
+        leaf = self.weights.flat[span].detach()
+        local = self.local.as_plain_sgd if phase.plain else self.local
+        optimiser = local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
+        self.site.mode(training=True)
+        if phase.freeze_bn:
+            self._freeze_statistics_of_all_but(phase.part)
+        for step in self._steps(stream, phase, data):
+            optimiser(oracle(step)[span])
+            yield step
 
-    def _steps(self, number: int, phase: Phase) -> "Iterator[Step]":
+    def _rest(self) -> None:
+        """Training is over: nothing is frozen any more, and the model is as it will be used."""
+        self.weights.open("")
+        self.site.mode(training=False)
+
+    def _freeze_statistics_of_all_but(self, part: str) -> None:
+        span = self.weights.buffer_span(part)
+        for name, (start, stop) in self.weights.buffer_layout.spans.items():
+            module = self.net.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, BATCHNORM) and not (span.start <= start and stop <= span.stop):
+                module.eval()
+
+    def _steps(self, stream: int | str, phase: Phase, data: ClientData) -> "Iterator[Step]":
         """The batches of one phase: `epochs` passes over the data, or a fixed number of steps."""
-        size, most = self.local.batch, self.local.steps
+        size, most = self.local.batch, phase.steps
         done, epoch = 0, 0
         while epoch < phase.epochs if most is None else done < most:
             before = done
-            order = torch.randperm(self.data.samples, generator=self.rng(number, epoch, "batches"))
-            augment = self.rng(number, epoch, "augment")
-            x, y = self.data.x[order], self.data.y[order]  # permuted once: a batch is a slice
-            with seeded(self.seed, self.round, self.id, number, epoch, "dropout"):
-                for a in range(0, self.data.samples, size):
+            order = torch.randperm(data.samples, generator=self.rng(stream, epoch, "batches"))
+            augment = self.rng(stream, epoch, "augment")
+            x, y = data.x[order], data.y[order]  # permuted once: a batch is a slice
+            with seeded(self.seed, self.round, self.id, stream, epoch, "dropout"):
+                for a in range(0, data.samples, size):
                     if done == most:
                         break
-                    if min(size, self.data.samples - a) == 1 and self.site.has_batchnorm:
+                    if min(size, data.samples - a) == 1 and self.site.has_batchnorm:
                         continue  # train-mode BatchNorm cannot normalise a single sample
                     done += 1
                     cut = slice(a, a + size)
-                    yield Step(self, self.data.prepare(x[cut], augment), y[cut], order[cut], epoch)
+                    yield Step(self, data.prepare(x[cut], augment), y[cut], order[cut], epoch)
             epoch += 1
             if done == before:  # nothing to train on, however many passes
                 break
 
-    @torch.enable_grad()
     def _innermost(self, step: "Step") -> Tensor:
         """The gradient of task and losses at the weights as they stand."""
+        return self._gradient(step, self.objective)
+
+    @torch.enable_grad()
+    def _gradient(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
         self.weights.grad.zero_()
-        loss = self.objective(step)
+        step.out = self.net(step.x)
+        loss = objective(step)
         loss.backward()  # type: ignore[no-untyped-call]
         step.value = loss.detach()
         return self.weights.grad
 
     def objective(self, step: "Step") -> Tensor:
-        """Task and losses on a batch, at the weights as they stand, as a graph."""
-        step.out = self.net(step.x)
+        """Task and losses of a batch after its forward pass, as a graph."""
         loss = self._task.task(step, self.box(self._task)) if self._task else None
         if loss is None:
-            loss = F.cross_entropy(step.out.logits, step.y)
+            loss = cross_entropy(step)
         for piece in self._terms:
             term = piece.loss(step, self.box(piece))
             if term is not None:
@@ -313,6 +373,10 @@ class Step:
     def weights(self) -> Tensor:
         """The flat weights at this moment."""
         return self.client.weights.flat
+
+
+def cross_entropy(step: Step) -> Tensor:
+    return F.cross_entropy(step.out.logits, step.y)
 
 
 def client_round(

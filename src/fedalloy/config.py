@@ -72,6 +72,9 @@ class Config(pydantic.BaseModel):
     momentum: Momentum = Field(default=0.0, description="Momentum of SGD.")
     weight_decay: NonNegative = Field(default=0.0, description="Weight decay.")
     optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="The clients' optimiser.")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Of the body in training; weights, losses and evaluation stay in float32."
+    )
     seed: Annotated[int, Ge(0)] = Field(default=0, description="Seed of everything that is drawn.")
     eval_every: AtLeastOne = Field(
         default=1, description="Evaluate every so many rounds, and after the last."

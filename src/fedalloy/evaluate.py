@@ -26,7 +26,7 @@ def evaluate(
     scored: dict[int, tuple[Tensor, Tensor]] = {}
     for name, (flat, buffers) in server.shown().items():
         if id(flat) not in scored:
-            scored[id(flat)] = _score(server, federation, engine, flat, buffers)
+            scored[id(flat)] = _score(server, federation, engine, name, flat, buffers)
         predictions, losses = scored[id(flat)]
         metrics |= _model_metrics(name, federation, predictions, losses)
     if server.method.personal:
@@ -35,11 +35,11 @@ def evaluate(
 
 
 def _score(
-    server: Server, federation: Federation, engine: Engine, flat: Tensor, buffers: Tensor
+    server: Server, federation: Federation, engine: Engine, name: str, flat: Tensor, buffers: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Predictions and losses on all scored samples, in their order."""
     chunks = range(math.ceil(len(federation.scored) / CHUNK))
-    items = {"weights": flat, "buffers": buffers}
+    items = {f"{name}.weights": flat, f"{name}.buffers": buffers}
     replies = {
         r.client: r for r in engine.carry([Mail("score", server.round, chunk, items) for chunk in chunks])
     }

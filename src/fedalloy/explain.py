@@ -1,6 +1,8 @@
 """What a method is made of, what it keeps, what crosses the wire and what that costs: read off the method itself."""
 
 import inspect
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,10 +13,12 @@ from fedalloy import registry
 from fedalloy.alloy import CLAIMED_HOOKS, Alloy, Mechanism
 from fedalloy.client import ClientData, Info, Local, client_round
 from fedalloy.data import Prepare
+from fedalloy.errors import FedAlloyWarning
 from fedalloy.expression import parse
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
 from fedalloy.nets.measure import samples
+from fedalloy.papers import page
 from fedalloy.ranges import expected, hints
 from fedalloy.server import Server
 from fedalloy.site import Site
@@ -29,6 +33,7 @@ MOMENTS = {
     "task": "replaces the task loss",
     "loss": "adds a loss term",
     "gradient": "wraps the gradient",
+    "trained": "has the last word on the model",
     "finish": "ends local training",
     "adapt": "adapts before evaluation",
     "predict": "predicts",
@@ -64,7 +69,9 @@ class Explanation:
             "family": self.recipe.family if self.recipe else None,
             "summary": _summary(self.recipe),
             "parameters": parameters_of(self.recipe) if self.recipe else [],
+            "notes": list(page(self.recipe.title).notes) if self.recipe else [],
             "parts": [_part(piece) for piece in self.method],
+            "algorithm": _algorithm(self.method, down, up),
             "gradient_order": [piece.label for piece in self.method.with_hook("gradient")],
             "wire": wire,
             "bytes_down": sum(row["bytes"] for row in wire if row["direction"] == "down"),
@@ -88,9 +95,16 @@ def explain(text: str, model: str, inputs: Inputs) -> Explanation:
 
 
 def parameters_of(recipe: registry.Recipe) -> list[dict[str, Any]]:
-    """Name, default and range of every hyper-parameter."""
+    """Name, default and range of every hyper-parameter, what the paper takes and what it does."""
+    known = page(recipe.title)
     return [
-        {"name": name, "default": recipe.parameters[name].default, "range": expected(hint)}
+        {
+            "name": name,
+            "default": recipe.parameters[name].default,
+            "range": expected(hint),
+            "paper": known.values.get(name, ""),
+            "does": known.meanings.get(name, ""),
+        }
         for name, hint in hints(recipe.make).items()
     ]
 
@@ -105,9 +119,43 @@ def recipes() -> list[dict[str, Any]]:
             "paper": recipe.paper,
             "summary": _summary(recipe).partition("\n")[0].removeprefix(f"{recipe.title}: "),
             "parameters": parameters_of(recipe),
+            **traits(recipe.make()),
         }
         for recipe in registry.RECIPES.values()
     ]
+
+
+def traits(method: Alloy) -> dict[str, Any]:
+    """What a method asks of a federation, what it reveals and what it sends, as multiples of the model."""
+    inputs = Inputs("image", (1, 8, 8), classes=10)
+    with warnings.catch_warnings(record=True) as advice:
+        warnings.simplefilter("always", FedAlloyWarning)
+        site = Site(method, "mlp", inputs, seed=0)
+    model = 4 * size_of("mlp", inputs).parameters
+    sent = {way: site.specs(way) for way in ("down", "up")}
+    return {
+        "architectures": "one" if "one architecture" in method.gives else "any",
+        "models": "personal" if method.personal else "global",
+        "private_state": any(piece.has("born") for piece in method) or bool(site.own()),
+        "reveals": list(dict.fromkeys(_revealed(spec) for spec in sent["up"].values() if spec.bytes)),
+        "advice": [str(note.message) for note in advice],
+        **{way: sum(spec.bytes for spec in specs.values()) / model for way, specs in sent.items()},
+    }
+
+
+def _revealed(spec: Spec) -> str:
+    """What a server learns about a client from one slot, beyond the sum of all."""
+    match spec.slot.shape:
+        case ("classes",):
+            return "label counts"
+        case ("held" | "classes", "features" | "embedding"):
+            return "class means of features"
+        case ("held" | "classes", "classes"):
+            return "class means of predictions"
+        case ():
+            return "a number"
+        case _:
+            return "weights"
 
 
 def parts() -> list[dict[str, str]]:
@@ -123,6 +171,32 @@ def _summary(recipe: registry.Recipe | None) -> str:
 
 def _says(kind: object) -> str:
     return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _algorithm(method: Alloy, down: Iterable[str], up: Iterable[str]) -> list[tuple[str, str]]:
+    """One round, moment by moment: who does something, in the order in which it happens."""
+
+    def named(*hooks: str) -> list[str]:
+        return [piece.label for piece in method if any(piece.has(hook) for hook in hooks)]
+
+    loss = " + ".join([*(named("task") or ["cross-entropy"]), *named("loss")])
+    wrappers = [piece.label for piece in method.with_hook("gradient")]
+    moments = [
+        ("once: change the model", named("build")),
+        ("once: prepare a new client", named("born")),
+        ("the server sends", list(down)),
+        ("the client installs", named("load")),
+        ("the client begins", named("start")),
+        ("local training in phases", named("phases")),
+        ("each step: loss", [loss]),
+        ("each step: gradient", [" → ".join(["loss", *wrappers, "optimiser"])]),
+        ("the client ends", named("finish")),
+        ("the client sends", list(up)),
+        ("the server weighs", named("weigh")),
+        ("the server aggregates", named("absorb", "receive")),
+        ("evaluation", named("adapt", "predict", "shown")),
+    ]
+    return [(moment, ", ".join(who)) for moment, who in moments if who]
 
 
 def _part(piece: Mechanism) -> dict[str, Any]:

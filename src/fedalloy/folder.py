@@ -103,6 +103,10 @@ class RunFolder:
             return None
         return _parsed(file.read_bytes(), str(file), f"delete it, then 'fedalloy run --resume {self.path}'")
 
+    def features(self, round: int) -> Path:
+        """Where features are stored that were looked at after a round."""
+        return self.path / "features" / f"{round:06d}.safetensors"
+
     def describe_partition(self, class_names: list[str], counts: list[list[int]]) -> None:
         """Training samples per client and class, for the report."""
         blob = json.dumps({"class_names": class_names, "counts": counts}).encode()

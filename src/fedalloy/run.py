@@ -21,7 +21,7 @@ import torch
 from fedalloy import registry
 from fedalloy.alloy import Alloy
 from fedalloy.config import Config
-from fedalloy.diagnose import examine, mean_notes, numbers
+from fedalloy.diagnose import examine, mean_notes, numbers, snapshot
 from fedalloy.engines.base import Engine
 from fedalloy.engines.inline import Inline
 from fedalloy.engines.workers import Workers
@@ -74,7 +74,13 @@ class Setup:
         self.config = config
         self.method = method or registry.make(config.method)
         self.federation = federation or federate(**config.dealing)
-        self.sites = Sites(self.method, config.architectures, self.federation.dataset.inputs, config.seed)
+        self.sites = Sites(
+            self.method,
+            config.architectures,
+            self.federation.dataset.inputs,
+            config.seed,
+            config.precision,
+        )
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
             self.sites.named(model)
@@ -191,6 +197,8 @@ def play(
                 history.append(record)
                 folder.record(record)
                 since_checkpoint.update(record["participants"])
+                if setup.config.diagnose_every and number % setup.config.diagnose_every == 0:
+                    snapshot(server, setup.sites, setup.federation, folder)
                 if (
                     number % setup.config.checkpoint_every == 0
                     or number == setup.config.rounds

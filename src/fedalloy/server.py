@@ -114,9 +114,10 @@ class Server:
         return None if reply.round == self.round else f"answered round {reply.round}"
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The models to evaluate, by name: whole flat weights and buffers."""
-        if "global model" not in self.method.gives:
-            return {}
+        """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
+        if not self.method.whole:
+            sharers = [piece.shares for piece in self.method if piece.shares is not None]
+            return {"aux": (self.weights, self.buffers)} if sharers == ["aux"] else {}
         models = {"global": self.weights}
         for piece in self.method.with_hook("shown"):
             models |= piece.shown(self, self.box(piece))

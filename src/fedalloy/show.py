@@ -10,11 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedalloy import report
-from fedalloy.data.picture import partition_figure, partition_table
+from fedalloy.data.picture import partition_table
 from fedalloy.errors import writing
 from fedalloy.federation import Federation
 from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables
+from fedalloy.report.figures import drawn_partition
 from fedalloy.report.files import write_text
+from fedalloy.report.runs import Partition
 from fedalloy.report.units import in_bytes
 from fedalloy.run import Result
 
@@ -60,13 +62,22 @@ def files(console: Console, **paths: Path) -> None:
         console.print(f"{what:{max(map(len, paths))}}  {escape(str(path))}", soft_wrap=True)
 
 
+def _traits(recipe: dict[str, Any]) -> str:
+    """What a method asks for, reveals and costs, in a line."""
+    mixes = "one architecture" if recipe["architectures"] == "one" else "any architectures"
+    keeps = ", keeps state at clients" if recipe["private_state"] else ""
+    sent = f"up {recipe['up']:.2g}, down {recipe['down']:.2g} models" if recipe["up"] else "sends nothing"
+    seen = f"; server sees {', '.join(recipe['reveals'])}" if recipe["reveals"] else ""
+    return f"{mixes}, {recipe['models']} model{keeps}; {sent}{seen}"
+
+
 def methods(console: Console, recipes: list[dict[str, Any]], parts: list[dict[str, str]]) -> None:
     for family in dict.fromkeys(recipe["family"] for recipe in recipes):
         table = _table("method", "what it does", "parameters", title=family)
         for recipe in recipes:
             if recipe["family"] == family:
                 defaults = "\n".join(f"{p['name']}={p['default']}" for p in recipe["parameters"])
-                says = f"{escape(recipe['summary'])}\n[dim]{escape(recipe['paper'])}[/]"
+                says = f"{escape(recipe['summary'])}\n[dim]{escape(recipe['paper'])}\n{_traits(recipe)}[/]"
                 table.add_row(f"[bold]{recipe['name']}[/]", says, escape(defaults))
         console.print(table)
     table = _table("part", "what it does", title="parts, to add with +")
@@ -80,16 +91,19 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
     console.rule(f"[bold]{escape(facts['title'])}", align="left")
     console.print(escape(facts["summary"] or facts["method"]))
     if facts["parameters"]:
-        table = _table("parameter", "default", "must be", title="hyper-parameters")
+        table = _table("parameter", "default", "in the paper", "what it does", title="hyper-parameters")
         for row in facts["parameters"]:
-            table.add_row(f"[bold]{row['name']}[/]", escape(str(row["default"])), escape(row["range"]))
+            said = (str(row["default"]), row["paper"], row["does"] or row["range"])
+            table.add_row(f"[bold]{row['name']}[/]", *map(escape, said))
         console.print(table)
     table = _table("part", "what it does", "how", title="parts, in order")
     for part in facts["parts"]:
         table.add_row(f"[bold]{part['name']}[/]", escape(part["says"]), ", ".join(part["does"]))
     console.print(table)
-    order = " → ".join(["task and losses", *facts["gradient_order"], "optimiser"])
-    console.print(f"gradient: {escape(order)}\n")
+    table = _table("when", "what", title="one round")
+    for moment, said in facts["algorithm"]:
+        table.add_row(f"[bold]{moment}[/]", escape(said))
+    console.print(table)
     table = _table("", "slot", "shape", "fold", "bytes", title="on the wire, per client and round")
     table.columns[-1].justify = "right"
     for row in facts["wire"]:
@@ -107,6 +121,9 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
         f"model {escape(model['name'])}: {model['parameters']:,} parameters, {model['buffers']:,} buffers, "
         f"{model['flops_per_sample']:,} FLOPs per sample and forward pass"
     )
+    for note in facts["notes"]:
+        lead, _, rest = note.partition(". ")
+        console.print(f"\n[bold]{escape(lead)}.[/] {escape(rest)}")
 
 
 def partition(console: Console, federation: Federation, picture: Path | None) -> None:
@@ -131,8 +148,9 @@ def partition_facts(federation: Federation) -> dict[str, Any]:
 
 
 def partition_picture(federation: Federation, path: Path) -> Path:
-    counts = federation.split.counts(federation.dataset)
-    figure = partition_figure(counts, federation.dataset.class_names)
+    """The same picture as in a run's report, in a page of its own."""
+    counts = tuple(map(tuple, federation.split.counts(federation.dataset).tolist()))
+    figure = drawn_partition(Partition(class_names=federation.dataset.class_names, counts=counts))
     with writing(path):
         return write_text(path, figure.to_html(include_plotlyjs=True))
 
@@ -206,3 +224,29 @@ def findings(console: Console, numbers: dict[str, float]) -> None:
     for name, value in numbers.items():
         table.add_row(escape(name), f"{value:.4g}")
     console.print(table)
+
+
+def benches(console: Console, found: dict[str, Any]) -> None:
+    for name, bench in found.items():
+        if name == "methods":
+            columns = [f"{epochs} epochs a round" for epochs in next(iter(bench.values()))]
+            table = _table("method", *columns, title="CPU time of a client, FedAvg = 1")
+            for method, costs in bench.items():
+                table.add_row(method, *(f"{cost:.2f}" for cost in costs.values()))
+            console.print(table)
+            continue
+        parts = ("train", "evaluate", "aggregate", "other")
+        columns = ["samples/s", "round (s)", *parts, "start-up", "peak MiB"]
+        table = _table("", *columns, title=f"{name}: {bench['says']}")
+        for row, run in bench["rows"].items():
+            seconds = [run.get("seconds", {}).get(part) for part in parts]
+            facts = (run.get("samples_per_second"), run.get("seconds_per_round"), *seconds)
+            values = (*facts, run.get("start_up"), run["peak_mib"])
+            table.add_row(
+                row, *("" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3f}" for v in values)
+            )
+        console.print(table)
+        for key, value in bench.items():
+            if isinstance(value, float):
+                console.print(f"{key.replace('_', ' ')}: [bold]{value:.2f}[/]")
+        console.print()

@@ -17,6 +17,7 @@ from fedalloy.weights import Layout, Weights
 from fedalloy.wire import Items, Slot, Spec
 
 OWN = ("own.weights", "own.buffers")
+BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 @contextmanager
@@ -31,7 +32,13 @@ class Site:
     """A net, its flat weights and its initial state."""
 
     def __init__(
-        self, method: Alloy, model: str, inputs: Inputs, seed: int, models: tuple[str, ...] = ()
+        self,
+        method: Alloy,
+        model: str,
+        inputs: Inputs,
+        seed: int,
+        models: tuple[str, ...] = (),
+        precision: str = "fp32",
     ) -> None:
         self.method = method
         self.model = model
@@ -45,15 +52,28 @@ class Site:
         ):  # surgery draws from counters of its own: the body stays the same
             with seeded(seed, "init", model, piece.label):
                 piece.build(self)
+        for part in (self.net, getattr(self.net, "aux", None)):
+            if part is not None:
+                part.bf16 = precision == "bf16"
         self.weights = Weights(self.net)
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
-        self.has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
+        self.has_batchnorm = any(isinstance(m, BATCHNORM) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")
         self.memo: dict[str, Any] = {}  # what a mechanism computes once for all clients of a round
+        self._modules = list(self.net.modules())
+        self._plain = all(type(module).train is nn.Module.train for module in self._modules)
         self._spares: list[Frozen] = []
         self._lent = 0
+
+    def mode(self, *, training: bool) -> None:
+        """net.train(training), without the walk through the tree where every module takes it plainly."""
+        if self._plain:
+            for module in self._modules:
+                module.__dict__["training"] = training
+        else:
+            self.net.train(training)
 
     def reset(self) -> None:
         """Hand the site to another client."""
@@ -86,6 +106,12 @@ class Site:
         return [
             str(p.shares) for p in sharers if kind == "weights" or getattr(p, "buffers", "average") != "local"
         ]
+
+    def showing(self, name: str, flat: Tensor, buffers: Tensor) -> Net:
+        """One of the server's models, to look at: the net, or its auxiliary model, with these weights."""
+        part = "aux" if name == "aux" else ""
+        self.weights.load(flat, buffers, part)
+        return self.net.eval().aux if part else self.net.eval()
 
     def frozen(self, flat: Tensor, buffers: Tensor) -> "Frozen":
         """A copy of the net with other weights, in eval mode and without gradient, until the round ends."""
@@ -194,8 +220,16 @@ class Frozen:
 class Sites:
     """The sites of a federation, one for each architecture, built when first needed."""
 
-    def __init__(self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int) -> None:
-        self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
+    def __init__(
+        self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int, precision: str = "fp32"
+    ) -> None:
+        self.method, self.models, self.inputs, self.seed, self.precision = (
+            method,
+            models,
+            inputs,
+            seed,
+            precision,
+        )
         self._built: dict[str, Site] = {}
 
     def of(self, client: int) -> Site:
@@ -204,14 +238,15 @@ class Sites:
 
     def named(self, model: str) -> Site:
         if model not in self._built:
-            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models)
+            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models, self.precision)
         return self._built[model]
 
     def check(self) -> None:
         """Refuse methods that share weights between different architectures."""
         if len(set(self.models)) > 1 and "one architecture" in self.method.gives:
+            what = "whole models" if self.method.whole else "layers of models"
             raise FedAlloyError(
-                f"{self.method.title} averages whole models, but this federation mixes "
+                f"{self.method.title} averages {what}, but this federation mixes "
                 f"{', '.join(dict.fromkeys(self.models))}; "
                 "use one --model, or a method for different models such as 'local'"
             )

@@ -74,6 +74,14 @@ class Lab:
         made.train()
         return made
 
+    def tested(self, client: int) -> Client:
+        """A client with the model that an evaluation would test now."""
+        data, keep = self.federation.client(client), self.keeps.get(client, {})
+        mail = self.server.send(client, "evaluate")
+        made = Client(self.method, self.site, data, self.federation.info, self.local, keep, mail, self.seed)
+        made._each("adapt")
+        return made
+
     def sent(self, client: int, key: str) -> Tensor:
         """What a client uploaded in the latest round."""
         return self.replies[client].items[key]
@@ -142,11 +150,11 @@ def handed_out(dataset: Dataset, train: Sequence[Sequence[int]], test: Sequence[
     return Federation(dataset, Split(*index(train), *index(test), everything), Prepare.of(dataset))
 
 
-def batches(lab: Lab, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(lab: Lab, client: int, round: int, stream: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of a client's round, cut by hand in the library's order; one-sample batches included."""
     data: ClientData = lab.federation.client(client)
     for epoch in range(lab.local.epochs):
-        draw = generator(lab.seed, round, client, 0, epoch, "batches")
+        draw = generator(lab.seed, round, client, stream, epoch, "batches")
         order = torch.randperm(data.samples, generator=draw)
         for index in torch.split(order, lab.local.batch):
             yield data.prepare(data.x[index], None), data.y[index]
@@ -158,6 +166,12 @@ def full_gradient(net: Net, data: ClientData) -> Tensor:
     net.zero_grad(set_to_none=False)
     F.cross_entropy(net(data.prepare(data.x, None)).logits, data.y).backward()  # type: ignore[no-untyped-call]
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def accuracy(client: Client, x: Tensor, y: Tensor) -> float:
+    """The share of right answers of a client's model as it stands."""
+    right = [out.logits.argmax(1) for out in client.outputs(x)]
+    return float((torch.cat(right) == y).double().mean())
 
 
 def far(a: Tensor, b: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Seven methods as plain loops, written from the papers' algorithm boxes: vectors, lists and torch, no mechanism.
+"""Methods as plain loops, written from the papers' algorithm boxes: vectors, lists and torch, no mechanism.
 
 Only three things come from the library: the data, the freshly built net and the order of the batches.
 """
@@ -297,3 +297,137 @@ def moon(world: World, mu: float, temperature: float, projector: int | None, mem
             sizes.append(float(world.size(client)))
         server = mean(models, sizes)
     return server
+
+
+def fedsol(
+    world: World, rho: float, adaptive: bool, head: bool = True, body: bool = True, temperature: float = 3.0
+) -> Model:
+    net, known = world.net(), world.net().eval()
+    server = read(net)
+    for round in range(1, world.rounds + 1):
+        models, sizes = [], []
+        for client in world.sampled(round):
+            write(net, server)
+            write(known, server)
+            for x, y, optimiser in steps(world, net, client, round):
+                epsilon = perturbation(net, known, x, rho, adaptive, temperature)
+                for name in epsilon:
+                    epsilon[name] *= head if name.startswith("head.") else body
+                before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+                for name, p in net.named_parameters():
+                    p.data += epsilon[name]
+                F.cross_entropy(net(x).logits, y).backward()  # type: ignore[no-untyped-call]
+                net.load_state_dict(before)
+                optimiser.step()
+            models.append(read(net))
+            sizes.append(float(world.size(client)))
+        server = mean(models, sizes)
+    return server
+
+
+def perturbation(
+    net: Net, known: Net, x: Tensor, rho: float, adaptive: bool, temperature: float
+) -> dict[str, Tensor]:
+    log_p = F.log_softmax(known(x).logits.detach() / temperature, 1)
+    log_q = F.log_softmax(net(x).logits / temperature, 1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(divergence, parameters)
+    length = torch.sqrt(torch.stack([g.square().sum() for g in gradients]).sum())
+    anchors = [w.detach() for w in known.parameters()]
+    found = {}
+    for name, g, w, anchor in zip(names, gradients, parameters, anchors, strict=True):
+        moved = (w.detach() - anchor).abs()
+        column = moved.square().sum(0, keepdim=True).sqrt()
+        scale = torch.where(column > 0, moved / column, 0) if adaptive else 1
+        found[name] = rho * scale * g / (length + 1e-12) if length >= 1e-7 else torch.zeros_like(g)
+    return found
+
+
+def steps(
+    world: World, net: Net, client: int, round: int
+) -> Iterator[tuple[Tensor, Tensor, torch.optim.Optimizer]]:
+    """The batches that count, each with the optimiser of the round and its gradients at zero."""
+    net.train()
+    optimiser = torch.optim.SGD(net.parameters(), lr=world.rate(round), momentum=world.momentum)
+    for x, y in world.batches(client, round):
+        if len(y) == 1 and any(isinstance(m, nn.BatchNorm1d) for m in net.modules()):
+            continue
+        optimiser.zero_grad()
+        yield x, y, optimiser
+
+
+def fedfa(
+    world: World, lam: float, m: float, schedule: str, official: bool, by_class: bool
+) -> tuple[Model, Tensor]:
+    """The model and the anchors."""
+    net = world.net()
+    server = read(net)
+    classes = world.federation.dataset.classes
+    draw = generator(world.seed, 0, "server", "anchors")
+    anchors = torch.eye(net.width)[torch.randperm(net.width, generator=draw)[:classes]]
+    for round in range(1, world.rounds + 1):
+        models, sizes, moved = [], [], []
+        for client in world.sampled(round):
+            write(net, server)
+            moved.append(anchored(world, net, client, round, anchors, lam, m, schedule, official))
+            models.append(read(net))
+            sizes.append(float(world.size(client)))
+        server = mean(models, sizes)
+        weights = torch.tensor(sizes)[:, None].expand(-1, classes)
+        if by_class:
+            weights = torch.stack([world.federation.client(k).counts.float() for k in world.sampled(round)])
+        for c in range(classes):
+            if weights[:, c].sum():
+                rows = torch.stack([one[c] for one in moved])
+                anchors[c] = (weights[:, c, None] * rows).sum(0) / weights[:, c].sum()
+    return server, anchors
+
+
+def anchored(
+    world: World,
+    net: Net,
+    client: int,
+    round: int,
+    anchors: Tensor,
+    lam: float,
+    m: float,
+    schedule: str,
+    official: bool,
+) -> Tensor:
+    """One client's training; its anchors at the end of it."""
+    classes, moving = len(anchors), anchors.clone()
+    tuner: torch.optim.Optimizer = torch.optim.SGD(net.head.parameters(), lr=0.5)
+    if schedule == "batch":  # the method itself; Adam makes much of gradients that are mere round-off
+        tuner = torch.optim.Adam(net.head.parameters(), lr=1e-3)
+
+    def calibrate() -> None:
+        tuner.zero_grad()
+        F.cross_entropy(net.head(anchors), torch.arange(classes)).backward()  # type: ignore[no-untyped-call]
+        tuner.step()
+
+    batches = list(steps(world, net, client, round))
+    per_epoch = len(batches) // world.epochs
+    means: dict[int, list[Tensor]] = {}
+    for number, (x, y, optimiser) in enumerate(batches, start=1):
+        if schedule == "before":
+            calibrate()
+        out = net(x)
+        terms = [(out.features[y == c] - anchors[c]).square().sum(1).mean() for c in set(y.tolist())]
+        for c in sorted(set(y.tolist())):
+            means.setdefault(c, []).append(out.features[y == c].mean(0).detach())
+        optimiser.zero_grad()
+        loss = F.cross_entropy(out.logits, y) + lam / classes * torch.stack(terms).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        ended = number % per_epoch == 0
+        if schedule == "batch" or (schedule == "epoch" and ended):
+            calibrate()
+        if ended:
+            for c, found in means.items():
+                average = torch.stack(found).sum(0) / (per_epoch if official else len(found))
+                moving[c] = m * moving[c] + (1 - m) * average
+            means = {}
+    if schedule == "after":
+        calibrate()
+    return moving

@@ -114,3 +114,26 @@ def test_moon(world: World, tmp_path: Path, projector: int | None, memory: int) 
     neck = "projection=penultimate" if projector is None else f"proj_dim={projector}"
     method = f"moon(mu=2,temperature=0.7,buffer_size={memory},{neck})"
     agree(played(world, method, tmp_path / "run"), oracles.moon(world, 2.0, 0.7, projector, memory))
+
+
+@pytest.mark.parametrize(
+    ("variant", "head", "body"), [("adaptive", 1, 1), ("fixed", 1, 1), ("adaptive", 1, 0), ("fixed", 0, 1)]
+)
+def test_fedsol(world: World, tmp_path: Path, variant: str, head: int, body: int) -> None:
+    parts = f"perturb_head={bool(head)},perturb_body={bool(body)}"
+    state = played(world, f"fedsol(rho=0.5,variant={variant},temperature=2,{parts})", tmp_path / "run")
+    agree(state, oracles.fedsol(world, 0.5, variant == "adaptive", bool(head), bool(body), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "official", "by_class"),
+    [("batch", False, False), ("before", True, False), ("epoch", False, True), ("after", True, True)],
+)
+def test_fedfa(world: World, tmp_path: Path, schedule: str, official: bool, by_class: bool) -> None:
+    flags = f"official_mean={official},class_weighted={by_class}"
+    tuner = "" if schedule == "batch" else "calib_optimizer=sgd,calib_lr=0.5,"
+    method = f"fedfa(lam=0.3,momentum=0.4,calibration={schedule},{tuner}{flags})"
+    state = played(world, method, tmp_path / "run")
+    model, anchors = oracles.fedfa(world, 0.3, 0.4, schedule, official, by_class)
+    agree(state, model)
+    assert gap(state["anchors.anchors"], anchors) < CLOSE

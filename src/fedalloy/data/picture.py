@@ -1,10 +1,8 @@
-"""Who holds what, as a table for the terminal and as a figure."""
+"""Who holds what, as a table for the terminal."""
 
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
 import torch
-from plotly.colors import sample_colorscale
 from rich.table import Table
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from fedalloy.data.partition import Split
 TABLE_CLIENTS = 50  # more are summarised
 SHOWN_CLIENTS = 20  # of those summarised, these are listed too
 TABLE_CLASSES = 20  # more classes are counted, not listed
-BAR_CLIENTS = 60  # more are drawn as a heat map
 
 _QUANTILES = {"least": 0.0, "lower quarter": 0.25, "middle": 0.5, "upper quarter": 0.75, "most": 1.0}
 
@@ -41,25 +38,6 @@ def partition_table(dataset: Dataset, split: Split) -> Table:
     if many:
         table.add_row("…")
     return table
-
-
-def partition_figure(counts: Tensor, class_names: Sequence[str] = ()) -> go.Figure:
-    """Training samples, clients x classes: stacked bars for few clients, a heat map for many."""
-    clients, classes = counts.shape
-    names = _names(class_names, classes)
-    if clients > BAR_CLIENTS:
-        figure = go.Figure(
-            go.Heatmap(z=counts.T.numpy(), y=names, colorscale="Viridis", colorbar_title="samples")
-        )
-        return figure.update_layout(xaxis_title="client", yaxis_title="class")
-    colours = sample_colorscale("Turbo", [(position + 0.5) / classes for position in range(classes)])
-    bars = [
-        go.Bar(y=list(range(clients)), x=held.tolist(), name=name, orientation="h", marker_color=colour)
-        for held, name, colour in zip(counts.T, names, colours, strict=True)
-    ]
-    figure = go.Figure(bars)
-    figure.update_layout(barmode="stack", xaxis_title="training samples", legend_title="class")
-    return figure.update_yaxes(title="client", autorange="reversed", dtick=1 if clients <= 30 else 5)
 
 
 def _names(class_names: Sequence[str], classes: int) -> list[str]:

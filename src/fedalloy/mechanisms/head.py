@@ -1,4 +1,4 @@
-"""HeadWithoutBias: the last linear layer keeps its weights and loses its bias."""
+"""The head of a net: a version of it without bias, and where the classifier's weights are."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from torch import nn
 from fedalloy.alloy import Mechanism
 from fedalloy.errors import FedAlloyError
 from fedalloy.site import Site
+from fedalloy.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,9 @@ class HeadWithoutBias(Mechanism):
         bare = nn.Linear(head.in_features, head.out_features, bias=False)
         bare.weight = head.weight
         site.net.head = bare
+
+
+def classifier(weights: Weights) -> slice:
+    """The span of all that follows the features: the neck, if there is one, and the head."""
+    neck, head = weights.span("neck"), weights.span("head")
+    return slice(neck.start if neck.stop else head.start, head.stop)

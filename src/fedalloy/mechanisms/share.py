@@ -32,7 +32,8 @@ class Share(Mechanism):
 
     @property
     def gives(self) -> Names:
-        whole = {"global model", "one architecture"} if self.part == "" else set()
+        whole = {"global model"} if self.part == "" else set()
+        whole |= {"one architecture"} if self.part not in ("aux", "head") else set()
         by_size = {"size weights"} if self.agg_weights == "size" else {"uniform weights"}
         return frozenset({"shared weights", "the clients' weights"} | whole | by_size)
 

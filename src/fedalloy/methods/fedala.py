@@ -11,13 +11,10 @@ from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism, alloy
 from fedalloy.client import Client
-from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
-from fedalloy.methods.fedsce import own_layers
-from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative, Percent
+from fedalloy.ranges import AtLeastOne, Count, NonNegative, Percent
 from fedalloy.registry import recipe
-from fedalloy.site import Site
 from fedalloy.wire import Items
 
 
@@ -31,7 +28,7 @@ class ALA(Mechanism):
     every client's mixture with the newest w. Nothing is learned for it.
     """
 
-    num_ala_layers: AtLeastZero = 1  # p, counted from the output; 0: all
+    num_ala_layers: Count = 1  # p, counted from the output; 0: all
     eta_w: NonNegative = 1.0
     rand_percent: Percent = 80.0  # s
     threshold: NonNegative = 0.1  # settled: the last losses deviate by less than this ...
@@ -41,12 +38,7 @@ class ALA(Mechanism):
     ala_all: bool = False
 
     needs = frozenset({"global model"})
-
-    def build(self, site: Site) -> None:
-        if self.num_ala_layers and not own_layers(site.net):
-            raise FedAlloyError(
-                f"{site.model} has no linear, convolutional or norm layer to count; use num_ala_layers=0"
-            )
+    claims = frozenset({"the personal model"})
 
     def start(self, client: Client, my: Box) -> None:
         if "w_k" not in my.keep:
@@ -91,10 +83,8 @@ class ALA(Mechanism):
         return len(losses) > self.num_pre_loss and float(last.std(correction=0)) < self.threshold
 
     def _top(self, client: Client) -> slice:
-        """From the first of the last p layers to the end of the client's model."""
-        layers, main = own_layers(client.net), client.weights.span("main")
-        first = layers[-self.num_ala_layers :][0] if self.num_ala_layers else ""
-        return slice(client.weights.span(first).start, main.stop)
+        """The last p layers."""
+        return client.weights.span(f"-{self.num_ala_layers}:" if self.num_ala_layers else "main")
 
 
 def mixed(w: Tensor, w_k: Tensor, W: Tensor) -> Tensor:
@@ -112,7 +102,7 @@ def slope(client: Client, index: Tensor, top: slice) -> tuple[float, Tensor]:
 
 @recipe("FedALA", family="personal", paper="Zhang et al., AAAI 2023")
 def fedala(
-    num_ala_layers: AtLeastZero = 1,
+    num_ala_layers: Count = 1,
     eta_w: NonNegative = 1.0,
     rand_percent: Percent = 80.0,
     threshold: NonNegative = 0.1,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import NOTHING, Alloy, Box, Mechanism, Names, Oracle, alloy
+from fedalloy.alloy import NOTHING, Alloy, Box, Findings, Mechanism, Names, Oracle, alloy
 from fedalloy.client import Client, Step
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
@@ -195,6 +195,13 @@ class Deviation(Mechanism):
         z_g, l_g = self._frozen(step, my)
         u_g, u_l = (distance(z_b, S, l_b) - distance(z_g, S, l_g) for S in (my.memo["S_g"], my.memo["S_l"]))
         return self.gamma * (deviation(u_g, u_l, l_b) + consistency(u_g, u_l))  # of one sample, U is 0
+
+    def examine_client(self, client: Client, my: Box) -> Findings:
+        if "S_g" not in my.memo:
+            return {}
+        z, _ = self._seen(client)
+        left = (z @ my.memo["S_g"]).double().square().sum() / z.double().square().sum()
+        return {"share of local features outside the global space": float(left)}
 
     def _rank(self, r1: int) -> int:
         return max(1, round(self.rank * r1))

@@ -18,7 +18,7 @@ from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
 from fedalloy.client import EVAL_BATCH, Client, Step
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative, Positive
+from fedalloy.ranges import AtLeastOne, Count, NonNegative, Positive
 from fedalloy.registry import recipe
 from fedalloy.site import seeded
 
@@ -40,7 +40,8 @@ class Meta(Mechanism):
     inner_batch: Literal["independent", "same"] = "independent"
 
     def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
-        return [Phase(epochs, lr=replace(client.local, lr=self.beta).rate(client.round), plain=True)]
+        rate = replace(client.local, lr=self.beta).rate(client.round)
+        return [Phase(epochs, lr=rate, steps=client.local.steps, plain=True)]
 
     def start(self, client: Client, my: Box) -> None:
         my.memo["streams"] = {name: shuffled(client, name) for name in ("inner", "curvature")}
@@ -96,6 +97,7 @@ def aside(client: Client, name: str) -> Iterator[None]:
 def curvature(step: Step, v: Tensor) -> Tensor:
     """The Hessian of the objective on a batch, times v."""
     parameters = list(step.client.net.parameters())
+    step.out = step.client.net(step.x)
     loss = step.client.objective(step)
     slopes = torch.autograd.grad(
         loss, parameters, create_graph=True, allow_unused=True, materialize_grads=True
@@ -114,6 +116,10 @@ class InnerSteps(Mechanism):
     alpha: NonNegative = 0.01
     steps: AtLeastOne = 1
 
+    @property
+    def outermost(self) -> bool:  # whatever else makes up the personal model comes before
+        return True
+
     def adapt(self, client: Client, my: Box) -> None:
         samples = client.data.samples
         for _ in range(self.steps):
@@ -131,7 +137,7 @@ def perfedavg(
     variant: Literal["fo", "hf", "exact"] = "fo",
     delta: Positive = 1e-3,
     inner_batch: Literal["independent", "same"] = "independent",
-    adapt_steps: AtLeastZero = 1,
+    adapt_steps: Count = 1,
     agg_weights: Literal["size", "uniform"] = "size",
 ) -> Alloy:
     meta = Meta(alpha, beta, variant, delta, inner_batch)

@@ -36,9 +36,8 @@ class Net(nn.Module):
     """A body, a neck and a head, registered in this order so that each is one span of the flat weights."""
 
     aux: "Net"  # a second model that all clients have in common, where a method adds one
-    channels_last = (
-        False  # whether images are read with the channels side by side: the same function, often faster
-    )
+    channels_last = False  # images are read with the channels of a pixel side by side: often faster
+    bf16 = False  # the body trains in bfloat16; weights, neck, head, losses and evaluation stay in float32
 
     def __init__(self, body: nn.Module, head: nn.Linear, *, width: int | None = None) -> None:
         super().__init__()
@@ -48,7 +47,13 @@ class Net(nn.Module):
         self.width = head.in_features if width is None else width  # F, the width of the features
 
     def forward(self, x: Tensor) -> Outputs:
-        features = self.body(channels_last(x) if self.channels_last else x)
+        if self.channels_last:
+            x = channels_last(x)
+        if self.bf16 and self.training:
+            with torch.autocast("cpu", torch.bfloat16):
+                features = self.body(x).float()
+        else:
+            features = self.body(x)
         embedding = self.neck(features)
         return Outputs(features, embedding, self.head(embedding))
 

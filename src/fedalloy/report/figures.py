@@ -103,9 +103,12 @@ def class_accuracy(groups: Groups, measure: str) -> go.Figure | None:
 
 
 def partition_picture(partition: Partition | None) -> go.Figure | None:
-    """Who holds what: stacked bars of class counts, or a heat map where there would be too many."""
-    if partition is None or not any(map(any, partition.counts)):
-        return None
+    """Who holds what; nothing where nobody holds anything."""
+    return drawn_partition(partition) if partition and any(map(any, partition.counts)) else None
+
+
+def drawn_partition(partition: Partition) -> go.Figure:
+    """Stacked bars of class counts, or a heat map where there would be too many."""
     classes = max(map(len, partition.counts))
     labels = _class_labels(partition.class_names, classes)
     clients = list(range(len(partition.counts)))

@@ -1,10 +1,13 @@
 """Figures of what diagnostics found: numbers by round, spectra, matrices, and a map of the clients' features."""
 
+from collections.abc import Sequence
+
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from fedalloy.report.figures import colour, count_rounds, finished, text
 from fedalloy.report.page import Picture
-from fedalloy.report.runs import Diagnostics, Map, Run
+from fedalloy.report.runs import Diagnostics, Map, Panel, Run
 
 
 def inside_pictures(run: Run) -> list[Picture]:
@@ -29,6 +32,8 @@ def inside_pictures(run: Run) -> list[Picture]:
         pictures.append(
             Picture(f"map-{by}", title, "t-SNE after one more local round.", feature_map(found.map, by))
         )
+    over = "t-SNE of each client's samples through its own model; colours are classes, every panel has axes of its own."
+    pictures.append(Picture("panels", "Features over rounds", over, panels(found.panels)))
     return [picture for picture in pictures if picture.figure is not None]
 
 
@@ -103,3 +108,41 @@ def feature_map(drawn: Map | None, by: str) -> go.Figure | None:
     figure.update_xaxes(showticklabels=False)
     figure.update_yaxes(showticklabels=False)
     return finished(figure)
+
+
+def panels(drawn: Sequence[Panel]) -> go.Figure | None:
+    """A row for each client, a column for each round."""
+    if not drawn:
+        return None
+    rounds, clients = (
+        {one: place for place, one in enumerate(sorted(set(seen)), 1)}
+        for seen in (
+            [panel.round for panel in drawn],
+            [panel.client[0] for panel in drawn],
+        )
+    )
+    figure = make_subplots(
+        rows=len(clients),
+        cols=len(rounds),
+        column_titles=[f"round {number}" for number in rounds],
+        row_titles=[f"client {number}" for number in clients],
+        horizontal_spacing=0.02,
+        vertical_spacing=0.02,
+    )
+    for panel in drawn:
+        figure.add_scatter(
+            x=panel.x,
+            y=panel.y,
+            mode="markers",
+            marker={"color": [colour(label) for label in panel.label], "size": 3},
+            text=[f"class {label}" for label in panel.label],
+            hoverinfo="text",
+            showlegend=False,
+            row=clients[panel.client[0]],
+            col=rounds[panel.round],
+        )
+    figure.update_xaxes(showticklabels=False)
+    figure.update_yaxes(showticklabels=False)
+    figure.update_layout(height=220 * len(clients) + 40)
+    done = finished(figure)
+    return done.update_layout(margin_t=30) if done else None  # room for the titles of the columns

@@ -19,6 +19,7 @@ MEASURES: Mapping[str, str] = {
     "personal_local_acc": "Personal models, own data (D.Avg)",
     "personal_local_acc_clients": "Personal models, own data (C.Avg)",
     "personal_on_global_acc": "Personal models, everyone's data",
+    "aux_acc": "Auxiliary model, everyone's data",
 }
 """Every accuracy a run may record, with the words the report uses for it."""
 
@@ -42,6 +43,7 @@ class Metrics(Record):
     personal_local_acc: float | None = None
     personal_local_acc_clients: float | None = None
     personal_on_global_acc: float | None = None
+    aux_acc: float | None = None
     per_client: tuple[float | None, ...] = ()
     per_class: tuple[float | None, ...] = ()
 
@@ -57,6 +59,12 @@ class Map(Record):
     label: tuple[int, ...] = Field(alias="class")
 
 
+class Panel(Map):
+    """One client's features after one of the rounds."""
+
+    round: int
+
+
 class Diagnostics(Record):
     """diagnostics.json: what `fedalloy diagnose` found."""
 
@@ -64,6 +72,7 @@ class Diagnostics(Record):
     matrices: dict[str, tuple[float, ...] | tuple[tuple[float, ...], ...]] = {}
     clients: dict[int, dict[str, float | tuple[float, ...]]] = {}
     map: Map | None = None
+    panels: tuple[Panel, ...] = ()
 
 
 class Round(Record):

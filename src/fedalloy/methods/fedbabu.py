@@ -1,0 +1,84 @@
+"""FedBABU: only the body is trained and averaged; the head stays as it was drawn until clients fine-tune it.
+
+Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification". ICLR 2022.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.client import Client
+from fedalloy.errors import FedAlloyError
+from fedalloy.mechanisms.finetune import FineTune
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import Count, Positive
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.site import Site
+from fedalloy.weights import BASE, HEAD
+
+
+@dataclass(frozen=True)
+class FixedHead(Share):
+    """theta <- theta - eta grad_theta l(theta, phi_0), then theta <- sum_k p_k theta_k; phi_0 never moves.
+
+    It is in no optimiser, so momentum, weight decay and Adam cannot reach it, and in no mail: both ends draw it from
+    the seed, and clients keep nothing.
+    """
+
+    part: str = BASE
+
+    spoils = frozenset(
+        {"class weights", "an auxiliary model", "compact features"}
+    )  # nothing but theta is trained
+
+    @property
+    def label(self) -> str:
+        return "share"
+
+    @property
+    def shares(self) -> str:
+        return ""  # the server holds phi_0 as well
+
+    def open(self, server: Server, my: Box) -> None:
+        super().open(server, my)
+        if len(server.buffers) not in (0, len(server.site.initial_buffers)):
+            raise FedAlloyError(f"{self} would fix layers with running statistics; fix fewer layers")
+
+    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
+        return [Phase(epochs, self.part, steps=client.local.steps)]
+
+    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+        model = server.site.initial.clone()
+        model[server.site.weights.span(self.part)] = server.weights
+        return {"global": model}
+
+
+@dataclass(frozen=True)
+class OrthogonalHead(Mechanism):
+    """The head starts with orthogonal rows: a head that never adapts should tell its classes apart from the start."""
+
+    claims = frozenset({"the neck"})  # who changes the neck brings a new head
+
+    def build(self, site: Site) -> None:
+        head = site.net.head
+        if not isinstance(head, nn.Linear):
+            raise FedAlloyError(f"{self} needs a linear head; {site.model} has {type(head).__name__}")
+        nn.init.orthogonal_(head.weight)
+
+
+@recipe("FedBABU", family="personal", paper="Oh, Kim, Yun, ICLR 2022")
+def fedbabu(
+    ft_epochs: Count = 5,
+    ft_lr: Positive | None = None,
+    ft_part: Literal["full", "head", "body"] = "full",
+    head_init: Literal["default", "orthogonal"] = "default",
+    agg_weights: Literal["size", "uniform"] = "size",
+) -> Alloy:
+    part = {"full": "", "head": HEAD, "body": BASE}[ft_part]
+    tuned = [FineTune(ft_epochs, ft_lr, part)] if ft_epochs else []
+    start = [OrthogonalHead()] if head_init == "orthogonal" else []
+    return alloy("FedBABU", FixedHead(agg_weights=agg_weights), *start, *tuned)

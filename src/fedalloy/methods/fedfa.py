@@ -1,0 +1,173 @@
+"""FedFA: one feature anchor per class, which the clients' features and their classifiers are both aligned with.
+
+Zhou, Zhang, Tsang, "Federated Learning With Feature Anchors to Align Features and Classifiers for Heterogeneous Data".
+IEEE Transactions on Mobile Computing 23(6), 2024.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.class_means import held_means
+from fedalloy.mechanisms.head import classifier
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import Fraction, NonNegative, Positive
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.wire import Items, Slot
+
+
+def first_anchors(classes: int, width: int, draw: torch.Generator) -> Tensor:
+    """Distinct rows of the identity, as long as there are enough of them; else random unit vectors."""
+    if classes <= width:
+        return torch.eye(width)[torch.randperm(width, generator=draw)[:classes]]
+    return F.normalize(torch.randn(classes, width, generator=draw), dim=1)
+
+
+def distance(z: Tensor, y: Tensor, anchors: Tensor) -> Tensor:
+    """(1/C) sum_i ||z_i - A_{y_i}||^2 / b_{y_i}, b_c the samples of class c in the batch."""
+    counts = torch.bincount(y, minlength=len(anchors))
+    return ((z - anchors[y]).square().sum(1) / counts[y]).sum() / len(anchors)
+
+
+@dataclass(frozen=True)
+class Anchors(Mechanism):
+    """lam times the distance of features to the anchors of their classes; A stands still within a round.
+
+    After each epoch a copy of A moves, for the classes seen: A_c <- m A_c + (1 - m) (mean over batches of their class
+    means). It goes up, and the server averages it like the weights. `official_mean` divides by all batches, also by
+    those without the class; `class_weighted` averages each anchor over its holders, by their class counts.
+    """
+
+    lam: NonNegative = 0.1
+    momentum: Fraction = 0.5
+    official_mean: bool = False
+    class_weighted: bool = False
+
+    needs = frozenset({"shared weights"})
+    gives = frozenset({"feature anchors"})
+
+    @property
+    def down(self) -> Slots:
+        return {"anchors": Slot(shape=("classes", "features"))}
+
+    @property
+    def up(self) -> Slots:
+        if not self.class_weighted:
+            return {"anchors": Slot(shape=("classes", "features"))}
+        held = Slot("class_mean", ("held", "features"), counts="counts")
+        return {"anchors": held, "counts": Slot("sum", ("classes",), torch.int64)}
+
+    def open(self, server: Server, my: Box) -> None:
+        classes, width = server.site.inputs.classes, server.site.net.width
+        my.keep["anchors"] = first_anchors(classes, width, server.rng("anchors"))
+
+    def send(self, server: Server, my: Box, client: int) -> Items:
+        return {"anchors": my.keep["anchors"]}
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["moving"] = my.got["anchors"].clone()
+        self._new_epoch(my, 0)
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        return self.lam * distance(step.out.features, step.y, my.got["anchors"]) if self.lam else None
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        if step.epoch != my.memo["epoch"]:
+            self._move(my)
+            self._new_epoch(my, step.epoch)
+        g = oracle(step)
+        present = torch.unique(step.y)
+        my.memo["sums"][present] += held_means(step.out.features.detach(), step.y)
+        my.memo["times"][present] += 1
+        my.memo["batches"] += 1
+        return g
+
+    def finish(self, client: Client, my: Box) -> Items:
+        self._move(my)
+        if not self.class_weighted:
+            return {"anchors": my.memo["moving"]}
+        return {"anchors": my.memo["moving"][client.data.counts > 0], "counts": client.data.counts}
+
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        held = (got["counts"] > 0)[:, None] if self.class_weighted else torch.tensor(True)
+        my.keep["anchors"] = torch.where(held, got["anchors"], my.keep["anchors"])
+
+    def _new_epoch(self, my: Box, epoch: int) -> None:
+        zeros = torch.zeros_like(my.memo["moving"])
+        my.memo.update(epoch=epoch, sums=zeros, times=zeros[:, :1].clone(), batches=0)
+
+    def _move(self, my: Box) -> None:
+        """An epoch is over. Classes that a client lacks keep the anchor as it was received, bit for bit."""
+        seen = my.memo["times"][:, 0] > 0
+        means = my.memo["sums"] / (my.memo["batches"] if self.official_mean else my.memo["times"])
+        my.memo["moving"][seen] = torch.lerp(means, my.memo["moving"], self.momentum)[seen]
+
+
+@dataclass(frozen=True)
+class AnchoredHead(Mechanism):
+    """The classifier learns to tell the anchors apart: a step of its own on mean_c CE(phi(A_c), c), phi alone.
+
+    `schedule`: after every "batch" (the method), "before" every batch, after every "epoch" or once "after" training.
+    """
+
+    schedule: Literal["batch", "before", "epoch", "after"] = "batch"
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: Positive = 1e-3
+
+    needs = frozenset({"feature anchors"})
+
+    @property
+    def outermost(self) -> bool:
+        return True  # it moves weights between two steps, while no wrapper is looking
+
+    def start(self, client: Client, my: Box) -> None:
+        leaf = client.weights.flat[classifier(client.weights)].detach()
+        make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[self.optimizer]
+        my.memo.update(leaf=leaf, optimiser=make([leaf], lr=self.lr), epoch=0)
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        new_epoch, my.memo["epoch"] = step.epoch != my.memo["epoch"], step.epoch
+        due = {"batch": step.client.steps > 0, "before": True, "epoch": new_epoch, "after": False}
+        if due[self.schedule]:
+            self._calibrate(step.client, my)
+        return oracle(step)
+
+    def trained(self, client: Client, my: Box) -> None:
+        if client.steps and self.schedule != "before":
+            self._calibrate(client, my)
+
+    @torch.enable_grad()
+    def _calibrate(self, client: Client, my: Box) -> None:
+        net, weights = client.net, client.weights
+        given = client.method.find(Anchors)
+        assert given is not None
+        anchors = client.box(given).got["anchors"]
+        scores = net.head(net.neck(anchors))
+        if not scores.requires_grad:
+            return  # this phase leaves the classifier alone
+        weights.grad.zero_()
+        F.cross_entropy(scores, torch.arange(len(anchors))).backward()  # type: ignore[no-untyped-call]
+        my.memo["leaf"].grad = weights.grad[classifier(weights)]
+        my.memo["optimiser"].step()
+
+
+@recipe("FedFA", family="representation", paper="Zhou, Zhang, Tsang, IEEE TMC 2024")
+def fedfa(
+    lam: NonNegative = 0.1,
+    momentum: Fraction = 0.5,
+    calibration: Literal["none", "batch", "before", "epoch", "after"] = "batch",
+    calib_optimizer: Literal["adam", "sgd"] = "adam",
+    calib_lr: Positive = 1e-3,
+    official_mean: bool = False,
+    class_weighted: bool = False,
+) -> Alloy:
+    anchors = Anchors(lam, momentum, official_mean, class_weighted)
+    aligned = [] if calibration == "none" else [AnchoredHead(calibration, calib_optimizer, calib_lr)]
+    return alloy("FedFA", Share(), anchors, *aligned)
