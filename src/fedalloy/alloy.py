@@ -183,8 +183,8 @@ class Mechanism:
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
-        """Models to evaluate beside or, under the name "global", instead of the server's weights."""
+    def shown(self, server: Server, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+        """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
         return {}
 
     # For those who look: numbers are recorded, matrices are drawn; nothing here may change a state.
