@@ -52,6 +52,7 @@ class Phase:
     lr: float | None = None
     steps: int | None = None  # a fixed number of steps in place of epochs
     freeze_bn: bool = False  # BatchNorm in the frozen rest uses its running statistics and leaves them alone
+    plain: bool = False  # plain SGD, whatever optimiser the clients have
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ class Mechanism:
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
-        """Models to evaluate beside or, under the name "global", instead of the server's weights."""
+    def shown(self, server: Server, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+        """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
         return {}
 
     # For those who look: numbers are recorded, matrices are drawn; nothing here may change a state.

@@ -15,7 +15,7 @@ An evaluation takes the short way: mail ─► born (once) ─► load ─► ad
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -54,6 +54,10 @@ class Local:
     @property
     def plain_sgd(self) -> bool:
         return self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0
+
+    @property
+    def as_plain_sgd(self) -> "Local":
+        return replace(self, optimizer="sgd", momentum=0.0, weight_decay=0.0)
 
     def optimiser(self, flat: Tensor, lr: float) -> Callable[[Tensor], None]:
         """A fresh optimiser for a flat vector, a function of the gradient: no state survives a round."""
@@ -275,7 +279,8 @@ class Client:
         if span.start == span.stop:  # nothing to train
             return
         leaf = self.weights.flat[span].detach()
-        optimiser = self.local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
+        local = self.local.as_plain_sgd if phase.plain else self.local
+        optimiser = local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
         self.site.mode(training=True)
         if phase.freeze_bn:
             self._freeze_statistics_of_all_but(phase.part)
@@ -319,7 +324,7 @@ class Client:
 
     def _innermost(self, step: "Step") -> Tensor:
         """The gradient of task and losses at the weights as they stand."""
-        return self._gradient(step, self._objective)
+        return self._gradient(step, self.objective)
 
     @torch.enable_grad()
     def _gradient(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
@@ -330,7 +335,8 @@ class Client:
         step.value = loss.detach()
         return self.weights.grad
 
-    def _objective(self, step: "Step") -> Tensor:
+    def objective(self, step: "Step") -> Tensor:
+        """Task and losses of a batch after its forward pass, as a graph."""
         loss = self._task.task(step, self.box(self._task)) if self._task else None
         if loss is None:
             loss = cross_entropy(step)

@@ -55,7 +55,7 @@ class Bar:
         """A round is over."""
         self._done += 1
         metrics = record["metrics"] or {}
-        shown = metrics.get("global_acc", metrics.get("personal_local_acc"))
+        shown = metrics.get("personal_local_acc", metrics.get("global_acc"))
         news = {} if shown is None else {"accuracy": f"accuracy {100 * shown:.1f} %"}
         words = f"{self._doing}round {record['round']}"
         self._draw(completed=self._done, whole=self._done, description=escape(words), **news)

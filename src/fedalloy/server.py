@@ -118,11 +118,13 @@ class Server:
         if not self.method.whole:
             sharers = [piece.shares for piece in self.method if piece.shares is not None]
             return {"aux": (self.weights, self.buffers)} if sharers == ["aux"] else {}
-        models = {"global": self.weights}
+        models: dict[str, Tensor | tuple[Tensor, Tensor]] = {"global": self.weights}
         for piece in self.method.with_hook("shown"):
             models |= piece.shown(self, self.box(piece))
         buffers = self.buffers if len(self.buffers) else self.site.initial_buffers
-        return {name: (flat, buffers) for name, flat in models.items()}
+        return {
+            name: model if isinstance(model, tuple) else (model, buffers) for name, model in models.items()
+        }
 
     def state(self) -> Items:
         """Everything that must survive: a run resumed from it gives the same bits."""

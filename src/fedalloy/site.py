@@ -113,6 +113,14 @@ class Site:
         self.weights.load(flat, buffers, part)
         return self.net.eval().aux if part else self.net.eval()
 
+    def whole(self, part: str, flat: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
+        """The state of the net with a part as given and the rest as it was initially; no buffers: all initial."""
+        full, statistics = self.initial.clone(), self.initial_buffers.clone()
+        full[self.weights.span(part)] = flat
+        if len(buffers):
+            statistics[self.weights.buffer_span(part)] = buffers
+        return full, statistics
+
     def frozen(self, flat: Tensor, buffers: Tensor) -> "Frozen":
         """A copy of the net with other weights, in eval mode and without gradient, until the round ends."""
         if self._lent == len(self._spares):

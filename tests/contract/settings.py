@@ -58,6 +58,11 @@ ROWS = (
     Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
     Row("fedfa(calib_lr=0.1)", zero=("fedfa(lam=0, calibration=none)", "fedavg")),
     Row("fedfaaug", models=(CONVOLUTIONS,), zero=("fedfaaug(prob=0)", "fedavg")),
+    Row("fedala", private=True),
+    Row(
+        "perfedavg(alpha=0.1, beta=0.1)",
+        zero=("perfedavg(alpha=0, beta=0.1, adapt_steps=0)", "fedavg"),
+    ),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -91,4 +96,11 @@ VARIANTS = (
     Row("fedbabu(ft_epochs=0, head_init=orthogonal, agg_weights=uniform)", models=(NORMED,)),
     Row("ditto(lam_candidates=(0.1, 1, 2), personal_epochs=1)", private=True, models=(NORMED,)),
     Row("scaffold+personalmodel(lam=0.1, lr=0.05)", private=True, models=(PLAIN,)),
+    Row(
+        "perfedavg(alpha=0.1, beta=0.1, variant=hf, inner_batch=same, agg_weights=uniform)", models=(NORMED,)
+    ),
+    Row("perfedavg(alpha=0.1, beta=0.1, variant=exact, adapt_steps=0)", models=(PLAIN,)),
+    Row(
+        "fedala(num_ala_layers=0, start_until_converged=False, ala_all=True)", private=True, models=(NORMED,)
+    ),
 )

@@ -52,6 +52,18 @@ def net(inputs: Inputs) -> Net:
     return Net(nn.Sequential(_Cast(), *layers), nn.Linear(16, inputs.classes))
 
 
+def smooth(inputs: Inputs) -> Net:
+    """A small net without kinks."""
+    layers = [nn.Linear(math.prod(inputs.shape), 6), nn.Tanh()]
+    return Net(nn.Sequential(_Cast(), *layers), nn.Linear(6, inputs.classes))
+
+
+def dropout(inputs: Inputs) -> Net:
+    """The same with dropout."""
+    net = smooth(inputs)
+    return Net(nn.Sequential(net.body, nn.Dropout(0.5)), nn.Linear(6, inputs.classes))
+
+
 @dataclass(frozen=True)
 class _Regression(Mechanism):
     """f_i(W) up to a constant: its gradient is H_i W - G_i."""

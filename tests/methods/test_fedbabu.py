@@ -245,6 +245,19 @@ def test_statistics_cannot_be_fixed() -> None:
         Lab(make("fixedhead(part=':-3')"), digits(), "cnn-bn")
 
 
+@pytest.mark.parametrize("model", [MLP, BATCHNORM])
+def test_beside_an_auxiliary_model(model: str) -> None:
+    """What is beside the model stays as it was, and the model is shown whole."""
+    lab = Lab(make("fedbabu+auxiliary"), digits(), model, lr=0.1).rounds([0, 1])
+    flat, buffers = lab.server.shown()["global"]
+    base, statistics = lab.site.weights.span(BASE), lab.site.weights.buffer_span(BASE)
+    assert torch.equal(flat[base], lab.weights)
+    assert torch.equal(flat[base.stop :], lab.site.initial[base.stop :])
+    assert torch.equal(buffers[statistics], lab.server.buffers)
+    assert torch.equal(buffers[statistics.stop :], lab.site.initial_buffers[statistics.stop :])
+    assert len(flat) == len(lab.site.initial)
+
+
 def test_a_new_neck_belongs_to_the_body() -> None:
     """The head is the last layer alone; layers before it are averaged."""
     lab = Lab(make("fedbabu+projector(width=12)"), digits(), lr=0.1).rounds([0, 1])

@@ -2,6 +2,7 @@
 
 from fedalloy.methods.balancedsoftmax import balancedsoftmax
 from fedalloy.methods.ditto import ditto
+from fedalloy.methods.fedala import fedala
 from fedalloy.methods.fedavg import fedavg
 from fedalloy.methods.fedbabu import fedbabu
 from fedalloy.methods.fedblade import fedblade
@@ -24,12 +25,14 @@ from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.feduv import feduv
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
+from fedalloy.methods.perfedavg import perfedavg
 from fedalloy.methods.scaffold import scaffold
 from fedalloy.methods.ssf import ssf
 
 __all__ = [
     "balancedsoftmax",
     "ditto",
+    "fedala",
     "fedavg",
     "fedbabu",
     "fedblade",
@@ -52,6 +55,7 @@ __all__ = [
     "feduv",
     "local",
     "moon",
+    "perfedavg",
     "scaffold",
     "ssf",
 ]

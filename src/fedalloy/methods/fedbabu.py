@@ -45,16 +45,14 @@ class FixedHead(Share):
 
     def open(self, server: Server, my: Box) -> None:
         super().open(server, my)
-        if len(server.buffers) not in (0, len(server.site.initial_buffers)):
+        if 0 < len(server.buffers) < server.site.weights.buffer_span(":").stop:
             raise FedAlloyError(f"{self} would fix layers with running statistics; fix fewer layers")
 
     def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, self.part, steps=client.local.steps)]
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
-        model = server.site.initial.clone()
-        model[server.site.weights.span(self.part)] = server.weights
-        return {"global": model}
+    def shown(self, server: Server, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"global": server.site.whole(self.part, server.weights, server.buffers)}
 
 
 @dataclass(frozen=True)
