@@ -11,8 +11,8 @@ from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
-from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fedfa_aug import fedfa_aug
+from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
@@ -41,8 +41,8 @@ __all__ = [
     "feddyn",
     "fedetf",
     "fedfa",
-    "fedlc",
     "fedfa_aug",
+    "fedlc",
     "fednova",
     "fedper",
     "fedprox",
