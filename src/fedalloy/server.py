@@ -115,10 +115,11 @@ class Server:
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
-        if not self.method.whole:
-            sharers = [piece.shares for piece in self.method if piece.shares is not None]
-            return {"aux": (self.weights, self.buffers)} if sharers == ["aux"] else {}
-        models: dict[str, Tensor | tuple[Tensor, Tensor]] = {"global": self.weights}
+        models: dict[str, Tensor | tuple[Tensor, Tensor]] = (
+            {"global": self.weights} if self.method.whole else {}
+        )
+        if [piece.shares for piece in self.method if piece.shares is not None] == ["aux"]:
+            models["aux"] = self.weights, self.buffers
         for piece in self.method.with_hook("shown"):
             models |= piece.shown(self, self.box(piece))
         buffers = self.buffers if len(self.buffers) else self.site.initial_buffers
