@@ -219,6 +219,7 @@ HINTS = {
     "an auxiliary model": "; start from 'fedsce' or add 'auxiliary'",
     "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
     "compact features": "; start from 'fedrda'",
+    "class means of features": "; start from 'fedproto' or add 'classmeans'",
 }
 
 

@@ -47,6 +47,11 @@ ROWS = (
     Row("fedsce(p=1, mu=0.1)", private=True),
     Row("ssf(ratio=0.5)", private=True, indispensable=True),
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
+    Row(
+        "fedproto(lam=5)",
+        private=True,
+        zero=("fedproto(lam=0, evaluate=head)", "local(participation_applies=True)"),
+    ),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -70,4 +75,6 @@ VARIANTS = (
     Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
+    Row("fedproto(lam=5, weighted=True, proto_pass=train, evaluate=head)", private=True, models=(NORMED,)),
+    Row("fedproto(feature_dim=4)", private=True, models=(PLAIN,)),
 )

@@ -8,6 +8,7 @@ from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fednova import fednova
+from fedalloy.methods.fedproto import fedproto
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
@@ -26,6 +27,7 @@ __all__ = [
     "feddyn",
     "fedetf",
     "fednova",
+    "fedproto",
     "fedprox",
     "fedrda",
     "fedsce",

@@ -1,0 +1,110 @@
+"""Methods for different models as plain loops: clients keep their nets and exchange small things.
+
+Only the data, the freshly built nets and the order of the batches come from the library.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from oracles import Model, World, read, write
+from torch import Tensor, nn
+
+from fedalloy.nets.base import Net, Outputs
+
+Term = Callable[[Outputs, Tensor], Tensor]  # of what the net says and the labels
+Rows = dict[int, Tensor]  # one row for each class that has one
+
+
+@dataclass
+class Ends:
+    """Every client's own model, and the rows that the server ends with."""
+
+    own: dict[int, Model] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
+
+
+def batches(world: World, net: Net, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All batches but single samples under BatchNorm."""
+    normed = any(isinstance(m, nn.BatchNorm1d) for m in net.modules())
+    for x, y in world.batches(client, round):
+        if len(y) > 1 or not normed:
+            yield x, y
+
+
+def descend(
+    world: World, net: Net, client: int, round: int, term: Term | None
+) -> Iterator[tuple[Outputs, Tensor]]:
+    """Local training of cross-entropy plus a term; what the net said at every step."""
+    net.train()
+    optimiser = torch.optim.SGD(net.parameters(), lr=world.rate(round), momentum=world.momentum)
+    for x, y in batches(world, net, client, round):
+        out = net(x)
+        loss = F.cross_entropy(out.logits, y)
+        if term is not None:
+            loss = loss + term(out, y)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        yield Outputs(*(part.detach() for part in out)), y
+
+
+def row_means(values: Tensor, y: Tensor) -> Rows:
+    return {c: values[y == c].double().mean(0) for c in sorted(set(y.tolist()))}
+
+
+def mean_features(world: World, net: Net, client: int) -> Rows:
+    """Mean features of every class that a client holds, of the model as it stands, in eval mode."""
+    data = world.federation.client(client)
+    net.eval()
+    with torch.no_grad():
+        return row_means(net(data.prepare(data.x, None)).features, data.y)
+
+
+def merged(all_rows: list[Rows], weights: list[dict[int, float]] | None = None) -> Rows:
+    """For each class the mean over those that sent it."""
+    found = {}
+    for c in sorted({c for rows in all_rows for c in rows}):
+        pairs = [
+            (rows[c], 1.0 if weights is None else weights[k][c])
+            for k, rows in enumerate(all_rows)
+            if c in rows
+        ]
+        found[c] = sum((row * w for row, w in pairs), torch.zeros_like(pairs[0][0])) / sum(
+            w for _, w in pairs
+        )
+    return found
+
+
+def pull(lam: float, P: Rows) -> Term:
+    """lam times the mean squared entry of z - P[y]; a class without a row counts as 0."""
+
+    def term(out: Outputs, y: Tensor) -> Tensor:
+        z = out.features
+        targets = [P[c].float() if c in P else z[i].detach() for i, c in enumerate(y.tolist())]
+        return lam * F.mse_loss(z, torch.stack(targets))
+
+    return term
+
+
+def fedproto(world: World, lam: float, weighted: bool = False, while_training: bool = False) -> Ends:
+    net, ends = world.net(), Ends()
+    start = read(net)
+    for round in range(1, world.rounds + 1):
+        sent, counts = [], []
+        for client in world.sampled(round):
+            write(net, ends.own.get(client, start))
+            term = pull(lam, ends.rows) if ends.rows else None
+            said = list(descend(world, net, client, round, term))
+            if while_training:
+                z, y = (torch.cat(column) for column in zip(*((o.features, y) for o, y in said), strict=True))
+                rows = row_means(z, y)
+            else:
+                rows = mean_features(world, net, client)
+            ends.own[client] = read(net)
+            held = world.federation.client(client).counts.tolist()
+            sent.append(rows)
+            counts.append({c: float(n) for c, n in enumerate(held)})
+        ends.rows = {**ends.rows, **merged(sent, counts if weighted else None)}
+    return ends

@@ -1,0 +1,49 @@
+"""Methods for different models against plain loops: the same nets at the clients, the same rows at the server."""
+
+from pathlib import Path
+
+import exchanges
+import pytest
+import torch
+from exchanges import Ends
+from oracles import Model, World
+from test_oracles import CLOSE, MODELS, digits, gap, played
+from torch import Tensor
+
+from fedalloy.folder import RunFolder
+from fedalloy.wire import Items
+
+
+@pytest.fixture(params=[(MODELS[0], 0.0), (MODELS[1], 0.9)], ids=str)
+def world(request: pytest.FixtureRequest) -> World:
+    model, momentum = request.param
+    return World(digits(), model, momentum=momentum, lr=0.01 if momentum else 0.05)
+
+
+def own_agree(folder: Path, own: dict[int, Model]) -> None:
+    """Every client's private net; those never asked have none."""
+    vault = RunFolder(folder).vault
+    assert own
+    for client in range(6):
+        kept = vault.load(client, before=99)
+        assert (client in own) == bool(kept)
+        if kept:
+            assert gap(kept["own.weights"], own[client].weights) < CLOSE
+            assert gap(kept["own.buffers"], own[client].buffers) < CLOSE
+
+
+def rows_agree(found: Tensor, seen: Tensor, rows: dict[int, Tensor]) -> None:
+    assert seen.nonzero().flatten().tolist() == sorted(rows)
+    assert gap(found[seen].double(), torch.stack([rows[c] for c in sorted(rows)])) < CLOSE
+
+
+def agree(state: Items, folder: Path, ends: Ends, label: str) -> None:
+    own_agree(folder, ends.own)
+    rows_agree(state[f"{label}.means"], state[f"{label}.seen"], ends.rows)
+
+
+@pytest.mark.parametrize("settings", ["", "weighted=True", "proto_pass=train"])
+def test_fedproto(world: World, tmp_path: Path, settings: str) -> None:
+    state = played(world, f"fedproto(lam=2,{settings})", tmp_path / "run")
+    ends = exchanges.fedproto(world, 2.0, "weighted" in settings, "train" in settings)
+    agree(state, tmp_path / "run", ends, "features-means")
