@@ -168,6 +168,11 @@ def test_the_pairs_are_not_all_refused() -> None:
             "fedavg+stragglers+stragglers(fraction=0.5)",
             "stragglers and stragglers(fraction=0.5) are the same part",
         ),
+        (
+            "feddw+dw(sl_momentum=0.5)",
+            "classmeans(of='probabilities', identity=True) (brought by dw) and classmeans(of='probabilities', "
+            "momentum=0.5, identity=True) (brought by dw(sl_momentum=0.5)) are the same part",
+        ),
     ],
 )
 def test_conflicts_say_what_and_what_instead(text: str, sentence: str) -> None:
