@@ -50,6 +50,8 @@ SETTINGS = [
     "contrast(buffer_size=2)",
     "stragglers(fraction=0.5)",
     "alone(participation_applies=True)",
+    "outputdistillation(output='prob', leave_one_out=True)",
+    "runningmeans(of='logits')",
 ]
 BASES = ["", "fedavg+", "fedavg(agg_weights=uniform)+", "scaffold+"]
 

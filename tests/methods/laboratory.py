@@ -124,6 +124,13 @@ def dealt(shards: Sequence[Sequence[int]], tests: Sequence[Sequence[int]] | None
     return handed_out(dataset, shards, tests or [[] for _ in shards])
 
 
+def by_class(*held: list[int], each: int = 20) -> Federation:
+    """Clients that hold so many samples of exactly these classes."""
+    y = load("digits", None).y
+    places = {c: torch.where(y == c)[0].tolist() for c in range(10)}
+    return dealt([[places[c].pop(0) for c in classes for _ in range(each)] for classes in held])
+
+
 def shards(*sizes: int) -> Federation:
     """Digits dealt in the order of the data set, to clients of these sizes."""
     return dealt(consecutive(sizes))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import BATCHNORM, MLP, Lab, batches, dealt, digits, far, run
+from laboratory import BATCHNORM, MLP, Lab, batches, by_class, dealt, digits, far, run
 from torch import Tensor, nn
 
 from fedalloy import nets
@@ -13,7 +13,6 @@ from fedalloy.alloy import AlloyConflict
 from fedalloy.client import Step, client_model
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import Federation
 from fedalloy.mechanisms.common_width import CommonWidth
 from fedalloy.methods import fedproto, local
 from fedalloy.nets.base import Inputs
@@ -23,13 +22,6 @@ from fedalloy.site import Sites
 MEANS = "features-means"
 DIGITS = Inputs("image", (1, 8, 8), 10)
 MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18", "vit-tiny")
-
-
-def by_class(*shards: list[int], per_class: int = 20) -> Federation:
-    """Digits dealt so that each client holds exactly these classes; the same samples where classes meet."""
-    y = load("digits", None).y.tolist()
-    first = {c: [i for i, label in enumerate(y) if label == c][:per_class] for c in range(10)}
-    return dealt([[i for c in shard for i in first[c]] for shard in shards])
 
 
 def prototypes(lab: Lab) -> Tensor:

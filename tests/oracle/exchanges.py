@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from oracles import Model, World, read, write
+from oracles import Model, World, mean, read, write
 from torch import Tensor, nn
 
 from fedalloy.nets.base import Net, Outputs
@@ -108,3 +108,74 @@ def fedproto(world: World, lam: float, weighted: bool = False, while_training: b
             counts.append({c: float(n) for c, n in enumerate(held)})
         ends.rows = {**ends.rows, **merged(sent, counts if weighted else None)}
     return ends
+
+
+def toward(lam: float, targets: Rows) -> Term:
+    """lam times the cross-entropy to the class's target distribution, summed over known classes, over the batch."""
+
+    def term(out: Outputs, y: Tensor) -> Tensor:
+        p = out.logits.softmax(1)
+        terms = [-(targets[c].float() * p[i].log()).sum() for i, c in enumerate(y.tolist()) if c in targets]
+        return lam * torch.stack([torch.zeros(()), *terms]).sum() / len(y)
+
+    return term
+
+
+def feddistill(world: World, lam: float, logits: bool = True, leave_one_out: bool = False) -> Ends:
+    net, ends = world.net(), Ends()
+    start = read(net)
+    behind: dict[int, Rows] = {}  # for each class the rows of the clients whose mean the server holds
+    for round in range(1, world.rounds + 1):
+        sent: dict[int, Rows] = {}
+        for client in world.sampled(round):
+            write(net, ends.own.get(client, start))
+            targets = {}
+            for c, holders in behind.items():
+                others = [row for k, row in holders.items() if not (leave_one_out and k == client)]
+                if others:
+                    mean = torch.stack(others).mean(0)
+                    targets[c] = mean.softmax(0) if logits else mean
+            said = list(descend(world, net, client, round, toward(lam, targets) if targets else None))
+            a, y = torch.cat([o.logits for o, _ in said]), torch.cat([y for _, y in said])
+            sent[client] = row_means(a if logits else a.softmax(1), y)
+            ends.own[client] = read(net)
+        for c in {c for rows in sent.values() for c in rows}:
+            behind[c] = {client: rows[c] for client, rows in sent.items() if c in rows}
+        ends.rows = {c: torch.stack(list(holders.values())).mean(0) for c, holders in behind.items()}
+    return ends
+
+
+def feddistillplus(world: World, lam: float, old: float = 0.0) -> tuple[Model, Tensor]:
+    """The server's model and its soft labels."""
+    net = world.net()
+    server, omega = read(net), torch.eye(10, dtype=torch.float64)
+    for round in range(1, world.rounds + 1):
+        models, sizes = [], []
+        sums, counts = torch.zeros(10, 10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+        for client in world.sampled(round):
+            data = world.federation.client(client)
+            write(net, server)
+            divergence = nearer(lam, omega.float())
+            for _ in descend(world, net, client, round, divergence):
+                pass
+            net.eval()
+            with torch.no_grad():
+                said = net(data.prepare(data.x, None)).logits.softmax(1)
+            for label, row in zip(data.y.tolist(), said, strict=True):
+                sums[label] += row
+                counts[label] += 1
+            models.append(read(net))
+            sizes.append(float(data.samples))
+        server = mean(models, sizes)
+        held = counts > 0
+        omega[held] = (1 - old) * sums[held] / counts[held, None] + old * omega[held]
+    return server, omega
+
+
+def nearer(lam: float, omega: Tensor) -> Term:
+    def term(out: Outputs, y: Tensor) -> Tensor:
+        t, p = omega[y], out.logits.softmax(1)
+        divergence: Tensor = (torch.special.xlogy(t, t) - t * p.log()).sum(1).mean()
+        return lam * divergence
+
+    return term

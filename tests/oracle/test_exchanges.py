@@ -47,3 +47,23 @@ def test_fedproto(world: World, tmp_path: Path, settings: str) -> None:
     state = played(world, f"fedproto(lam=2,{settings})", tmp_path / "run")
     ends = exchanges.fedproto(world, 2.0, "weighted" in settings, "train" in settings)
     agree(state, tmp_path / "run", ends, "features-means")
+
+
+@pytest.mark.parametrize("settings", ["", "output=prob", "leave_one_out=True"])
+def test_feddistill(world: World, tmp_path: Path, settings: str) -> None:
+    state = played(world, f"feddistill(lam=2,{settings})", tmp_path / "run")
+    ends = exchanges.feddistill(world, 2.0, "prob" not in settings, "leave" in settings)
+    vault = RunFolder(tmp_path / "run").vault
+    assert all(
+        ("outputdistillation.own" in vault.load(k, before=99)) == ("leave" in settings) for k in ends.own
+    )
+    agree(state, tmp_path / "run", ends, "probabilities-means" if "prob" in settings else "logits-means")
+
+
+@pytest.mark.parametrize("old", [0.0, 0.5])
+def test_feddistillplus(world: World, tmp_path: Path, old: float) -> None:
+    state = played(world, f"feddistillplus(lam=2,sl_momentum={old})", tmp_path / "run")
+    model, omega = exchanges.feddistillplus(world, 2.0, old)
+    assert gap(state["server.weights"], model.weights) < CLOSE
+    assert gap(state["server.buffers"], model.buffers) < CLOSE
+    assert gap(state["probabilities-means.means"].double(), omega) < CLOSE

@@ -4,6 +4,8 @@ from fedalloy.methods.balancedsoftmax import balancedsoftmax
 from fedalloy.methods.fedavg import fedavg
 from fedalloy.methods.fedblade import fedblade
 from fedalloy.methods.feddecorr import feddecorr
+from fedalloy.methods.feddistill import feddistill
+from fedalloy.methods.feddistillplus import feddistillplus
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
@@ -23,6 +25,8 @@ __all__ = [
     "fedavg",
     "fedblade",
     "feddecorr",
+    "feddistill",
+    "feddistillplus",
     "feddw",
     "feddyn",
     "fedetf",
