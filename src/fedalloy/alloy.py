@@ -261,6 +261,11 @@ class Alloy:
         return NOTHING.union(*(piece.gives for piece in self.pieces))
 
     @property
+    def shared(self) -> str | None:
+        """The part of the model that the server holds, "" for all of it; None where it holds nothing."""
+        return next((piece.shares for piece in self.pieces if piece.shares is not None), None)
+
+    @property
     def everyone(self) -> bool:
         return any(piece.everyone for piece in self.pieces)
 

@@ -114,13 +114,20 @@ class Server:
         return None if reply.round == self.round else f"answered round {reply.round}"
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The models to evaluate, by name: whole flat weights and buffers."""
+        """The models to evaluate, by name: flat weights and buffers of whole models, or of the common auxiliary one."""
+        site, shared = self.site, self.method.shared
+        buffers = (
+            self.buffers
+            if len(self.buffers)
+            else site.initial_buffers[site.weights.buffer_span(shared or "")]
+        )
+        if shared == "aux" and "an auxiliary model" in self.method.gives:
+            return {"aux": (self.weights, buffers)}
         if "global model" not in self.method.gives:
             return {}
         models = {"global": self.weights}
         for piece in self.method.with_hook("shown"):
             models |= piece.shown(self, self.box(piece))
-        buffers = self.buffers if len(self.buffers) else self.site.initial_buffers
         return {name: (flat, buffers) for name, flat in models.items()}
 
     def state(self) -> Items:

@@ -96,6 +96,14 @@ class Site:
         spare.weights.load(flat, buffers)
         return spare
 
+    def showing(self, flat: Tensor, buffers: Tensor) -> Net:
+        """The net with these weights, in eval mode; the auxiliary one if they are only as many as it has."""
+        part = "" if len(flat) == self.weights.layout.size else "aux"
+        self.weights.flat[self.weights.span(part)] = flat
+        self.weights.buffers[self.weights.buffer_span(part)] = buffers
+        net: Net = self.net.aux if part else self.net
+        return net.eval()
+
     def sizes(self, piece: Mechanism) -> dict[str, int]:
         """What the named dimensions of a mechanism's slots stand for here."""
         part = getattr(piece, "part", "")

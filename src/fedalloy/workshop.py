@@ -68,15 +68,13 @@ class Workshop:
     def _score(self, mail: Mail) -> Reply:
         """A model on one chunk of the scored samples: predictions and losses."""
         began = time.perf_counter()
-        site = self.sites.of(0)
-        site.weights.load(mail.items["weights"], mail.items["buffers"])
-        site.net.eval()
+        net = self.sites.of(0).showing(mail.items["weights"], mail.items["buffers"])
         index = self.federation.scored[mail.client * CHUNK : (mail.client + 1) * CHUNK]
         predictions: list[Tensor] = []
         losses: list[Tensor] = []
         for batch in torch.split(index, EVAL_BATCH):
             x = self.federation.prepare(self.federation.dataset.x[batch], None)
-            logits = site.net(x).logits
+            logits = net(x).logits
             predictions.append(logits.argmax(1))
             losses.append(F.cross_entropy(logits, self.federation.dataset.y[batch], reduction="none"))
         items = {"predictions": torch.cat(predictions), "losses": torch.cat(losses)}

@@ -174,7 +174,7 @@ def far(a: Tensor, b: Tensor) -> float:
 
 def run(folder: Path, federation: Federation, method: str, model: str = MLP, **settings: Any) -> Result:
     """A whole run through the public door, in this process."""
-    return train(federation, model, method, out=folder / "run", engine="inline", **settings)
+    return train(federation, model, method, out=folder / "run", **{"engine": "inline", **settings})
 
 
 @contextmanager
