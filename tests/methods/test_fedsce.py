@@ -20,8 +20,9 @@ from fedalloy.data import Dataset, load
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
+from fedalloy.mechanisms.mutual import divergence
 from fedalloy.methods import fedsce, local
-from fedalloy.methods.fedsce import contributions, divergence, outside, own_layers
+from fedalloy.methods.fedsce import contributions, outside, own_layers
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.registry import make
 from fedalloy.run import Record, Setup, play, resume, train

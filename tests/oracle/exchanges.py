@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from oracles import Model, World, mean, read, write
 from torch import Tensor, nn
 
+from fedalloy import nets
 from fedalloy.nets.base import Net, Outputs
+from fedalloy.random import seed_of
 
 Term = Callable[[Outputs, Tensor], Tensor]  # of what the net says and the labels
 Rows = dict[int, Tensor]  # one row for each class that has one
@@ -179,3 +181,52 @@ def nearer(lam: float, omega: Tensor) -> Term:
         return lam * divergence
 
     return term
+
+
+@dataclass
+class Pair:
+    """The model that clients have in common, and everybody's own."""
+
+    common: Model
+    own: dict[int, Model] = field(default_factory=dict)
+
+
+def second_net(world: World, label: str) -> Net:
+    """The freshly built common net: the same architecture with a draw of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(world.seed, "init", world.model, label))
+        return nets.build(world.model, world.federation.dataset.inputs)
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    p, q = a.softmax(1), b.softmax(1)
+    total: Tensor = (p * (p.log() - q.log())).sum(1).mean()
+    return total
+
+
+def fml(world: World, alpha: float, beta: float, by_size: bool = False) -> Pair:
+    own, meme = world.net(), second_net(world, "auxiliary")
+    start, ends = read(own), Pair(read(meme))
+    for round in range(1, world.rounds + 1):
+        memes, weights = [], []
+        for client in world.sampled(round):
+            write(own, ends.own.get(client, start))
+            write(meme, ends.common)
+            steps = [
+                torch.optim.SGD(net.parameters(), lr=world.rate(round), momentum=world.momentum)
+                for net in (own.train(), meme.train())
+            ]
+            for x, y in batches(world, own, client, round):
+                p_l, p_g = own(x).logits, meme(x).logits
+                loss_l = alpha * F.cross_entropy(p_l, y) + (1 - alpha) * kl(p_g.detach(), p_l)
+                loss_g = beta * F.cross_entropy(p_g, y) + (1 - beta) * kl(p_l.detach(), p_g)
+                for step, loss in zip(steps, (loss_l, loss_g), strict=True):
+                    step.zero_grad()
+                    loss.backward()  # type: ignore[no-untyped-call]
+                for step in steps:
+                    step.step()
+            ends.own[client] = read(own)
+            memes.append(read(meme))
+            weights.append(float(world.size(client)) if by_size else 1.0)
+        ends.common = mean(memes, weights)
+    return ends

@@ -5,7 +5,7 @@ from pathlib import Path
 import exchanges
 import pytest
 import torch
-from exchanges import Ends
+from exchanges import Ends, Pair
 from oracles import Model, World
 from test_oracles import CLOSE, MODELS, digits, gap, played
 from torch import Tensor
@@ -67,3 +67,16 @@ def test_feddistillplus(world: World, tmp_path: Path, old: float) -> None:
     assert gap(state["server.weights"], model.weights) < CLOSE
     assert gap(state["server.buffers"], model.buffers) < CLOSE
     assert gap(state["probabilities-means.means"].double(), omega) < CLOSE
+
+
+def pair_agrees(state: Items, folder: Path, ends: Pair) -> None:
+    own_agree(folder, ends.own)
+    assert gap(state["server.weights"], ends.common.weights) < CLOSE
+    assert gap(state["server.buffers"], ends.common.buffers) < CLOSE
+
+
+@pytest.mark.parametrize("settings", ["alpha=0.5, beta=0.5", "alpha=0.8, beta=0.3, agg_weights=size"])
+def test_fml(world: World, tmp_path: Path, settings: str) -> None:
+    state = played(world, f"fml({settings})", tmp_path / "run")
+    strengths = (0.8, 0.3) if "size" in settings else (0.5, 0.5)
+    pair_agrees(state, tmp_path / "run", exchanges.fml(world, *strengths, "size" in settings))

@@ -15,6 +15,7 @@ from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
+from fedalloy.methods.fml import fml
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.scaffold import scaffold
@@ -36,6 +37,7 @@ __all__ = [
     "fedrda",
     "fedsce",
     "fedsub",
+    "fml",
     "local",
     "moon",
     "scaffold",

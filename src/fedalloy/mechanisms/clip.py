@@ -1,0 +1,30 @@
+"""Clip: gradients longer than a limit are shortened to it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedalloy.alloy import Box, Mechanism, Oracle
+from fedalloy.client import Client, Step
+from fedalloy.ranges import Positive
+
+
+@dataclass(frozen=True)
+class Clip(Mechanism):
+    """g <- g min(1, norm / ||g||), for a client's own model and for an auxiliary one separately."""
+
+    norm: Positive = 10.0
+
+    @property
+    def outermost(self) -> bool:
+        return True
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["spans"] = [client.weights.span(part) for part in ("main", "aux")]
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        g = oracle(step)
+        for span in my.memo["spans"]:
+            g[span] *= torch.clamp(self.norm / (g[span].norm() + 1e-6), max=1.0)
+        return g
