@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedalloy.errors import FedAlloyError
@@ -152,12 +153,21 @@ class Mechanism:
         return value
 
     def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
-        """What the other end makes of `encode`."""
+        """What the other end makes of `encode`; a FedAlloyError where that cannot have made it."""
         return coded
 
     def coded_size(self, site: Site) -> int:
-        """The length of an encoded vector."""
+        """The length of an encoded vector; of an elastic one the most."""
         return len(site.initial)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the length of an encoded vector depends on its values."""
+        return False
+
+    def split(self, site: Site, coded: Tensor) -> Sequence[Tensor]:
+        """Encoded vectors that travelled as one, apart again."""
+        return torch.split(coded, self.coded_size(site))
 
     # At the server.
     def open(self, server: Server, my: Box) -> None:

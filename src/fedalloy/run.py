@@ -74,7 +74,8 @@ class Setup:
         self.config = config
         self.method = method or registry.make(config.method)
         self.federation = federation or federate(**config.dealing)
-        self.sites = Sites(self.method, config.architectures, self.federation.dataset.inputs, config.seed)
+        inputs = self.federation.dataset.inputs
+        self.sites = Sites(self.method, config.architectures, inputs, config.seed, config.rounds)
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
             self.sites.named(model)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism
 from fedalloy.client import Info, Local
+from fedalloy.errors import FedAlloyError
 from fedalloy.random import generator
 from fedalloy.site import Site
 from fedalloy.wire import Errand, Items, Mail, Reply, bytes_of, refusal
@@ -81,11 +82,15 @@ class Server:
             for key, count in bytes_of(reply.items).items():
                 outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
             why = self._stray(reply, expected, due) or refusal(reply, self._declared, weighed=self.weighed)
+            try:
+                items = {} if why else self.site.unpack("up", reply.items, self.weights, self.round)
+            except FedAlloyError as error:
+                why = str(error)
             if why:
                 outcome.refused.setdefault(reply.client, why)
                 continue
             outcome.accepted.append(_without_items(reply))
-            reply = replace(reply, items=self.site.unpack("up", reply.items, self.weights, self.round))
+            reply = replace(reply, items=items)
             for piece in self.method.with_hook("absorb"):
                 piece.absorb(self, self.box(piece), reply)
             if claimant:

@@ -1,8 +1,9 @@
 """A site: the net of one architecture, cut to a method, built once and lent to one client after another."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +32,20 @@ class Site:
     """A net, its flat weights and its initial state."""
 
     def __init__(
-        self, method: Alloy, model: str, inputs: Inputs, seed: int, models: tuple[str, ...] = ()
+        self,
+        method: Alloy,
+        model: str,
+        inputs: Inputs,
+        seed: int,
+        models: tuple[str, ...] = (),
+        rounds: int | None = None,
     ) -> None:
         self.method = method
         self.model = model
         self.models = models or (model,)  # all architectures of the federation
         self.inputs = inputs
         self.seed = seed
+        self.rounds = rounds  # of the whole run, where that is known: for schedules
         with seeded(seed, "init", model):
             self.net: Net = nets.build(model, inputs)
         for piece in method.with_hook(
@@ -48,6 +56,7 @@ class Site:
         self.weights = Weights(self.net)
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
+        self.shared = self.weights.span(method.shared or "")  # where the server's weights have their place
         self.has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")
@@ -145,7 +154,11 @@ class Site:
 
     @property
     def coded_size(self) -> int:
-        return self.coder.coded_size(self) if self.coder else self.weights.layout.size
+        return self.coder.coded_size(self) if self.coder else len(self.initial[self.shared])
+
+    def split(self, coded: Tensor) -> Sequence[Tensor]:
+        """Encoded vectors that travelled as one, apart again."""
+        return self.coder.split(self, coded) if self.coder else torch.split(coded, self.coded_size)
 
     def as_sent(self, value: Tensor, round: int) -> Tensor:
         """What the other end will see of an additive value."""
@@ -169,6 +182,7 @@ class Site:
                 shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in slot.shape)
                 if self.coder and (slot.increment or slot.relative):
                     shape = (self.coder.coded_size(self),)
+                    slot = replace(slot, shape=("coded",)) if self.coder.elastic else slot
                 specs[f"{piece.label}.{name}"] = Spec(slot, shape)
         return specs
 
@@ -202,8 +216,10 @@ class Frozen:
 class Sites:
     """The sites of a federation, one for each architecture, built when first needed."""
 
-    def __init__(self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int) -> None:
-        self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
+    def __init__(
+        self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int, rounds: int | None = None
+    ) -> None:
+        self.method, self.models, self.inputs, self.seed, self.rounds = method, models, inputs, seed, rounds
         self._built: dict[str, Site] = {}
 
     def of(self, client: int) -> Site:
@@ -212,7 +228,7 @@ class Sites:
 
     def named(self, model: str) -> Site:
         if model not in self._built:
-            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models)
+            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models, self.rounds)
         return self._built[model]
 
     def check(self) -> None:
