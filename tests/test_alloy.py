@@ -52,6 +52,7 @@ SETTINGS = [
     "alone(participation_applies=True)",
     "outputdistillation(output='prob', leave_one_out=True)",
     "runningmeans(of='logits')",
+    "svd(t_start=0.5)",
 ]
 BASES = ["", "fedavg+", "fedavg(agg_weights=uniform)+", "scaffold+"]
 

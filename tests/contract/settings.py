@@ -55,6 +55,7 @@ ROWS = (
     Row("feddistill", private=True, zero=("feddistill(lam=0)", "local(participation_applies=True)")),
     Row("feddistillplus", zero=("feddistillplus(lam=0)", "fedavg")),
     Row("fml", private=True),
+    Row("fedkd", private=True, indispensable=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -80,6 +81,8 @@ VARIANTS = (
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
     Row("fedproto(lam=5, weighted=True, proto_pass=train, evaluate=head)", private=True, models=(NORMED,)),
     Row("fedproto(feature_dim=4)", private=True, models=(PLAIN,)),
+    Row("fedkd(compress=False, hidden=False, student_lr=0.05, clip=1)", private=True, models=(NORMED,)),
+    Row("fedavg+svd(t_start=0.5)", models=(NORMED,)),
     Row("fml(agg_weights=size, detach=False, kl=mean, clip=1)", private=True, models=(NORMED,)),
     Row("feddistill(leave_one_out=True)", private=True, models=(NORMED,)),
     Row("feddistill(output=prob, leave_one_out=True)", private=True, models=(PLAIN,)),

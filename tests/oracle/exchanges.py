@@ -230,3 +230,80 @@ def fml(world: World, alpha: float, beta: float, by_size: bool = False) -> Pair:
             weights.append(float(world.size(client)) if by_size else 1.0)
         ends.common = mean(memes, weights)
     return ends
+
+
+def truncated(update: Tensor, shapes: list[torch.Size], energy: float) -> Tensor:
+    """Every matrix by the smallest rank that holds this share of its energy; dense where that is no longer."""
+    pieces = []
+    for shape, flat in zip(shapes, torch.split(update, [shape.numel() for shape in shapes]), strict=True):
+        if len(shape) < 2:
+            pieces.append(flat)
+            continue
+        matrix = flat.view(shape[0], -1)
+        U, sigma, V = torch.linalg.svd(matrix.double(), full_matrices=False)
+        k = 0
+        while (sigma[:k] ** 2).sum() < energy * (sigma**2).sum():
+            k += 1
+        short = k * (sum(matrix.shape) + 1) < matrix.numel()
+        pieces.append((U[:, :k] @ torch.diag(sigma[:k]) @ V[:k]).float().flatten() if short else flat)
+    return torch.cat(pieces)
+
+
+def fedkd(world: World, t_start: float | None = 0.95, t_end: float = 0.98, hidden: bool = True) -> Pair:
+    """Without `t_start` nothing is compressed."""
+    own = world.net()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(world.seed, "init", world.model, "student" if hidden else "auxiliary"))
+        student = nets.build(world.model, world.federation.dataset.inputs)
+        W = nn.Linear(student.width, own.width, bias=False) if hidden else None
+    shapes = [p.shape for p in student.parameters()]
+    start, first_map = read(own), None if W is None else W.weight.detach().clone()
+    maps: dict[int, Tensor] = {}
+    ends = Pair(read(student))
+    for round in range(1, world.rounds + 1):
+        students = []
+        energy = None if t_start is None else t_start + round / world.rounds * (t_end - t_start)
+        for client in world.sampled(round):
+            write(own, ends.own.get(client, start))
+            write(student, ends.common)
+            modules: list[nn.Module] = [own.train(), student.train()]
+            if W is not None and first_map is not None:
+                W.weight.data = maps.get(client, first_map).clone()
+                modules.append(W)
+            steps = [
+                torch.optim.SGD(module.parameters(), lr=world.rate(round), momentum=world.momentum)
+                for module in modules
+            ]
+            for x, y in batches(world, own, client, round):
+                t, s = own(x), student(x)
+                ce_t, ce_s = F.cross_entropy(t.logits, y), F.cross_entropy(s.logits, y)
+                D = (ce_t + ce_s).detach()
+                loss_t = ce_t + kl(s.logits.detach(), t.logits) / D
+                loss_s = ce_s + kl(t.logits.detach(), s.logits) / D
+                if W is not None:
+                    loss_t = loss_t + ((t.features - W(s.features).detach()) ** 2).mean() / D
+                    loss_s = loss_s + ((t.features.detach() - W(s.features)) ** 2).mean() / D
+                for step in steps:
+                    step.zero_grad()
+                loss_t.backward()  # type: ignore[no-untyped-call]
+                loss_s.backward()  # type: ignore[no-untyped-call]
+                for step in steps:
+                    step.step()
+            ends.own[client] = read(own)
+            if W is not None:
+                maps[client] = W.weight.detach().clone()
+            end = read(student)
+            if energy is not None:
+                end.weights = ends.common.weights + truncated(
+                    end.weights - ends.common.weights, shapes, energy
+                )
+            students.append(end)
+        average = mean(students, [1.0] * len(students))
+        if energy is not None:
+            move = truncated(average.weights - ends.common.weights, shapes, energy)
+            average.weights = ends.common.weights + move
+        ends.common = average
+    for client, weight in maps.items():
+        model = ends.own[client]
+        ends.own[client] = Model(torch.cat([model.weights, weight.flatten()]), model.buffers)
+    return ends

@@ -80,3 +80,13 @@ def test_fml(world: World, tmp_path: Path, settings: str) -> None:
     state = played(world, f"fml({settings})", tmp_path / "run")
     strengths = (0.8, 0.3) if "size" in settings else (0.5, 0.5)
     pair_agrees(state, tmp_path / "run", exchanges.fml(world, *strengths, "size" in settings))
+
+
+@pytest.mark.parametrize("settings", ["", "t_start=0.6, t_end=0.9", "compress=False", "hidden=False"])
+def test_fedkd(world: World, tmp_path: Path, settings: str) -> None:
+    state = played(world, f"fedkd({settings})", tmp_path / "run")
+    t_start, t_end = (0.6, 0.9) if "0.6" in settings else (0.95, 0.98)
+    ends = exchanges.fedkd(
+        world, None if "compress" in settings else t_start, t_end, "hidden" not in settings
+    )
+    pair_agrees(state, tmp_path / "run", ends)

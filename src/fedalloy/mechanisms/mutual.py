@@ -43,9 +43,9 @@ class Mutual(Mechanism):
         if not self.distil:
             return ce
         both = (ce + F.cross_entropy(step.out.logits, step.y)).detach() if self.adaptive else torch.ones(())
-        return ce + self.apart(step, aux) / both.clamp(min=FLOOR)
+        return ce + self.gap(step, aux) / both.clamp(min=FLOOR)
 
-    def apart(self, step: Step, aux: Outputs) -> Tensor:
+    def gap(self, step: Step, aux: Outputs) -> Tensor:
         """What the models disagree in; every term reaches one of them only."""
         own = step.out.logits
         return divergence(own.detach(), aux.logits) + divergence(aux.logits.detach(), own)

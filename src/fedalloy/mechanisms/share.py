@@ -34,7 +34,8 @@ class Share(Mechanism):
     def gives(self) -> Names:
         whole = {"global model", "one architecture"} if self.part == "" else set()
         by_size = {"size weights"} if self.agg_weights == "size" else {"uniform weights"}
-        return frozenset({"shared weights", "the clients' weights"} | whole | by_size)
+        also = {"the clients' weights", "repeatable compression"}  # the latter unless a codec spoils it
+        return frozenset({"shared weights"} | also | whole | by_size)
 
     @property
     def shares(self) -> str | None:

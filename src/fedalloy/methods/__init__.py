@@ -9,6 +9,7 @@ from fedalloy.methods.feddistillplus import feddistillplus
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
+from fedalloy.methods.fedkd import fedkd
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedproto import fedproto
 from fedalloy.methods.fedprox import fedprox
@@ -31,6 +32,7 @@ __all__ = [
     "feddw",
     "feddyn",
     "fedetf",
+    "fedkd",
     "fednova",
     "fedproto",
     "fedprox",
