@@ -52,6 +52,9 @@ SETTINGS = [
     "personalmodel(candidates=(0.1, 1))",
     "stragglers(fraction=0.5)",
     "alone(participation_applies=True)",
+    "outputdistillation(output='prob', leave_one_out=True)",
+    "runningmeans(of='logits')",
+    "svd(t_start=0.5)",
 ]
 BASES = ["", "fedavg+", "fedavg(agg_weights=uniform)+", "scaffold+"]
 
@@ -173,6 +176,11 @@ def test_the_pairs_are_not_all_refused() -> None:
         (
             "fedavg+stragglers+stragglers(fraction=0.5)",
             "stragglers and stragglers(fraction=0.5) are the same part",
+        ),
+        (
+            "feddw+dw(sl_momentum=0.5)",
+            "classmeans(of='probabilities', identity=True) (brought by dw) and classmeans(of='probabilities', "
+            "momentum=0.5, identity=True) (brought by dw(sl_momentum=0.5)) are the same part",
         ),
     ],
 )

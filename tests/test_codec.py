@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Slots, alloy
-from fedalloy.client import Info, Local
+from fedalloy.client import Info, Local, client_round
+from fedalloy.config import Config
+from fedalloy.errors import FedAlloyError
+from fedalloy.federation import federate
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
+from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Draw, Side, Subspace, projector
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
 from fedalloy.registry import make
+from fedalloy.run import Setup
 from fedalloy.server import Fold, Server
 from fedalloy.site import Site
 from fedalloy.wire import MOST_SAMPLES, Items, Reply, Slot, bytes_of, refusal
@@ -161,6 +166,112 @@ def test_explained_bytes_are_those_that_travel() -> None:
         for key, size in bytes_of(server.send(0).items).items():
             if key not in ("share.dense", "share.updates"):  # first contact differs
                 assert size == specs[key].bytes, (text, key)
+
+
+# Codecs on a part of the model, and codecs whose length depends on the values
+
+
+@dataclass(frozen=True)
+class _Trim(Mechanism):
+    """How many numbers there are up to the last that is not small, then these numbers."""
+
+    @property
+    def elastic(self) -> bool:
+        return True
+
+    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+        large = (value.abs() > 0.5).nonzero().flatten()
+        n = int(large[-1]) + 1 if len(large) else 0
+        return torch.cat([torch.tensor([float(n)]), value[:n]])
+
+    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+        if not len(coded) or len(coded) != 1 + int(coded[0]):
+            raise FedAlloyError("is no trimmed vector")
+        full = torch.zeros(len(site.initial[site.shared]))
+        full[: len(coded) - 1] = coded[1:]
+        return full
+
+    def coded_size(self, site: Site) -> int:
+        return 1 + len(site.initial[site.shared])
+
+    def split(self, site: Site, coded: Tensor) -> list[Tensor]:
+        found = []
+        while len(coded):
+            found.append(coded[: 1 + int(coded[0])])
+            coded = coded[1 + int(coded[0]) :]
+        return found
+
+
+@pytest.mark.parametrize(("part", "size"), [("", 1210), ("body", 1040), ("head", 170)])
+def test_a_codec_sees_the_shared_part(part: str, size: int) -> None:
+    """What travels is the move of the shared part, wherever it lies in the model."""
+    lab_fed = federate("digits", clients=3, skew="iid")
+    method = alloy("part", Share(part=part), _Trim())
+    site = Site(method, MLP, DIGITS, 0)
+    server = Server(method, site, lab_fed.info, Local(lr=0.5), seed=0)
+    assert site.coded_size == size + 1
+    server.round = 1
+    start = server.weights.clone()
+    assert len(start) == size
+    replies = [
+        client_round(method, site, lab_fed.client(k), lab_fed.info, server.local, {}, server.send(k), 0)[0]
+        for k in range(3)
+    ]
+    lengths = [len(reply.items["share.weights"]) for reply in replies]
+    outcome = server.receive([0, 1, 2], replies)
+    assert not outcome.refused
+    assert outcome.bytes_up["share.weights"] == 4 * sum(lengths)
+    assert max(lengths) <= size + 1
+    moves = torch.stack([_Trim().decode(site, reply.items["share.weights"], 1) for reply in replies])
+    weights = torch.tensor([float(reply.samples) for reply in replies])
+    assert torch.allclose(server.weights, start + weights @ moves / weights.sum(), atol=1e-6)
+
+
+@pytest.mark.parametrize("sent", [[], [3.0, 1.0], [1.0, 2.0, 3.0]])
+def test_what_cannot_be_decoded_is_refused(sent: list[float]) -> None:
+    """Any length may be right; a vector that the codec cannot have made is refused, and the round goes on."""
+    server = server_of(alloy("trim", Share(), _Trim()))
+    start = server.weights.clone()
+    good = Reply(
+        1, 0, {"share.weights": torch.tensor([1.0, 7.0]), "share.buffers": torch.empty(0)}, samples=5
+    )
+    bad = Reply(1, 1, good.items | {"share.weights": torch.tensor(sent)}, samples=5)
+    outcome = server.receive([0, 1], [good, bad])
+    assert outcome.refused == {1: "is no trimmed vector"}
+    assert [reply.client for reply in outcome.accepted] == [0]
+    assert float(server.weights[0] - start[0]) == pytest.approx(7)
+    assert torch.equal(server.weights[1:], start[1:])
+
+
+def test_a_stream_of_updates_of_all_lengths() -> None:
+    """Updates of several rounds travel as one vector and come apart; no more of them than the model weighs."""
+    method = alloy("stream", Stream(), _Trim())
+    fed = federate("digits", clients=3, skew="iid")
+    site = Site(method, MLP, DIGITS, 0)
+    server = Server(method, site, fed.info, Local(lr=0.5), seed=0)
+    keeps: dict[int, Items] = {}
+    chosen = [[0, 1, 2], [1], [1, 2], [2], [0, 2], [1]]
+    for server.round, clients in enumerate(chosen, 1):
+        replies = []
+        for k in clients:
+            mail = server.send(k)
+            reply, keeps[k] = client_round(
+                method, site, fed.client(k), fed.info, server.local, keeps.get(k, {}), mail, 0
+            )
+            assert torch.equal(keeps[k]["share.x"], server.weights)
+            replies.append(reply)
+        assert not server.receive(clients, replies).refused
+        kept = server.boxes["share"].keep
+        assert int(kept["lengths"].sum()) == len(kept["updates"])
+        assert len(kept["lengths"]) == 1 or len(kept["updates"]) < 1210
+
+
+def test_sites_know_the_rounds_of_a_run() -> None:
+    """For codecs with a schedule; a site without a run has none."""
+    assert site_of(Share()).rounds is None
+    fed = federate("digits", clients=3, skew="iid")
+    setup = Setup(Config.of({**fed.origin, "method": "fedavg", "rounds": 7}), fed)
+    assert setup.sites.of(0).rounds == 7
 
 
 # Subspaces tensor by tensor

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedalloy.errors import FedAlloyError
@@ -158,12 +159,21 @@ class Mechanism:
         return value
 
     def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
-        """What the other end makes of `encode`."""
+        """What the other end makes of `encode`; a FedAlloyError where that cannot have made it."""
         return coded
 
     def coded_size(self, site: Site) -> int:
-        """The length of an encoded vector."""
+        """The length of an encoded vector; of an elastic one the most."""
         return len(site.initial)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the length of an encoded vector depends on its values."""
+        return False
+
+    def split(self, site: Site, coded: Tensor) -> Sequence[Tensor]:
+        """Encoded vectors that travelled as one, apart again."""
+        return torch.split(coded, self.coded_size(site))
 
     # At the server.
     def open(self, server: Server, my: Box) -> None:
@@ -226,6 +236,7 @@ HINTS = {
     "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
     "compact features": "; start from 'fedrda'",
     "feature anchors": "; start from 'fedfa'",
+    "class means of features": "; start from 'fedproto' or add 'classmeans'",
 }
 
 
@@ -268,6 +279,11 @@ class Alloy:
         return NOTHING.union(*(piece.gives for piece in self.pieces))
 
     @property
+    def shared(self) -> str | None:
+        """The part of the model that the server holds, "" for all of it; None where it holds nothing."""
+        return next((piece.shares for piece in self.pieces if piece.shares is not None), None)
+
+    @property
     def everyone(self) -> bool:
         return any(piece.everyone for piece in self.pieces)
 
@@ -297,30 +313,36 @@ def _check(title: str, pieces: tuple[Mechanism, ...]) -> None:
         raise AlloyConflict(f"{title} has no parts; start from a method such as 'fedavg'")
     for i, first in enumerate(pieces):
         for second in pieces[i + 1 :]:
-            _check_pair(first, second)
+            _check_pair(first, second, pieces)
     for piece in pieces:
         others = [other for other in pieces if other is not piece]
         for need in sorted(piece.needs):
             if not any(need in other.gives for other in others):
-                names = " and ".join(str(other) for other in others)
+                found = " and ".join(str(other) for other in others)
                 lack = (
-                    f"which {names} {'do' if len(others) > 1 else 'does'} not give"
-                    if names
+                    f"which {found} {'do' if len(others) > 1 else 'does'} not give"
+                    if found
                     else "and stands alone"
                 )
                 raise AlloyConflict(f"{piece} needs {need}, {lack}{HINTS.get(need, '')}")
 
 
-def _check_pair(first: Mechanism, second: Mechanism) -> None:
+def _named(piece: Mechanism, pieces: tuple[Mechanism, ...]) -> str:
+    """A part by what a user may have typed: a companion together with who brought it."""
+    hosts = [str(other) for other in pieces if piece in other.brings]
+    return f"{piece} (brought by {' and '.join(hosts)})" if hosts else str(piece)
+
+
+def _check_pair(first: Mechanism, second: Mechanism, pieces: tuple[Mechanism, ...]) -> None:
+    one, other = _named(first, pieces), _named(second, pieces)
     if first.label == second.label and type(first) is type(second):
-        raise AlloyConflict(
-            f"{first} and {second} are the same part with different settings; keep one of them"
-        )
+        raise AlloyConflict(f"{one} and {other} are the same part with different settings; keep one of them")
     for claim in sorted(first.claims & second.claims):
-        raise AlloyConflict(f"{first} and {second} both claim {claim}; keep one of them")
+        raise AlloyConflict(f"{one} and {other} both claim {claim}; keep one of them")
     for hook, what in CLAIMED_HOOKS.items():
         if first.has(hook) and second.has(hook):
-            raise AlloyConflict(f"{first} and {second} both claim {what}; keep one of them")
+            raise AlloyConflict(f"{one} and {other} both claim {what}; keep one of them")
     for spoiler, victim in ((first, second), (second, first)):
         for need in sorted(spoiler.spoils & victim.needs):
-            raise AlloyConflict(f"{spoiler} spoils {need}, which {victim} needs; keep one of them")
+            spoils, needs = (one, other) if spoiler is first else (other, one)
+            raise AlloyConflict(f"{spoils} spoils {need}, which {needs} needs; keep one of them")

@@ -150,7 +150,7 @@ class Client:
         self.seed = seed
         self.steps = 0
         self.seen = 0
-        items = site.unpack("down", mail.items, site.initial, mail.round)
+        items = site.unpack("down", mail.items, site.initial[site.shared], mail.round)
         self.boxes = {
             piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(items, piece.label))
             for piece in method
@@ -238,7 +238,7 @@ class Client:
                 f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
             )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
-        return self.site.pack("up", items, self.received, self.round)
+        return self.site.pack("up", items, self.received[self.site.shared], self.round)
 
     def as_sent(self, value: Tensor) -> Tensor:
         """What the server will see of an additive value: the value itself unless a codec is at work."""

@@ -80,6 +80,7 @@ class Setup:
             self.federation.dataset.inputs,
             config.seed,
             config.precision,
+            config.rounds,
         )
         self.sites.check()
         for model in dict.fromkeys(config.architectures):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism
 from fedalloy.client import Info, Local
+from fedalloy.errors import FedAlloyError
 from fedalloy.random import generator
 from fedalloy.site import Site
 from fedalloy.wire import Errand, Items, Mail, Reply, bytes_of, refusal
@@ -81,11 +82,15 @@ class Server:
             for key, count in bytes_of(reply.items).items():
                 outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
             why = self._stray(reply, expected, due) or refusal(reply, self._declared, weighed=self.weighed)
+            try:
+                items = {} if why else self.site.unpack("up", reply.items, self.weights, self.round)
+            except FedAlloyError as error:
+                why = str(error)
             if why:
                 outcome.refused.setdefault(reply.client, why)
                 continue
             outcome.accepted.append(_without_items(reply))
-            reply = replace(reply, items=self.site.unpack("up", reply.items, self.weights, self.round))
+            reply = replace(reply, items=items)
             for piece in self.method.with_hook("absorb"):
                 piece.absorb(self, self.box(piece), reply)
             if claimant:
@@ -115,14 +120,16 @@ class Server:
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
+        site, shared = self.site, self.method.shared
+        span = site.weights.buffer_span(shared or "")
+        buffers = self.buffers if len(self.buffers) else site.initial_buffers[span]
         models: dict[str, Tensor | tuple[Tensor, Tensor]] = (
             {"global": self.weights} if self.method.whole else {}
         )
-        if [piece.shares for piece in self.method if piece.shares is not None] == ["aux"]:
-            models["aux"] = self.weights, self.buffers
+        if shared == "aux" and "an auxiliary model" in self.method.gives:
+            models["aux"] = self.weights
         for piece in self.method.with_hook("shown"):
             models |= piece.shown(self, self.box(piece))
-        buffers = self.buffers if len(self.buffers) else self.site.initial_buffers
         return {
             name: model if isinstance(model, tuple) else (model, buffers) for name, model in models.items()
         }

@@ -1,8 +1,9 @@
 """A site: the net of one architecture, cut to a method, built once and lent to one client after another."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,14 @@ class Site:
         seed: int,
         models: tuple[str, ...] = (),
         precision: str = "fp32",
+        rounds: int | None = None,
     ) -> None:
         self.method = method
         self.model = model
         self.models = models or (model,)  # all architectures of the federation
         self.inputs = inputs
         self.seed = seed
+        self.rounds = rounds  # of the whole run, where that is known: for schedules
         with seeded(seed, "init", model):
             self.net: Net = nets.build(model, inputs)
         for piece in method.with_hook(
@@ -58,6 +61,7 @@ class Site:
         self.weights = Weights(self.net)
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
+        self.shared = self.weights.span(method.shared or "")  # where the server's weights have their place
         self.has_batchnorm = any(isinstance(m, BATCHNORM) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")
@@ -171,7 +175,11 @@ class Site:
 
     @property
     def coded_size(self) -> int:
-        return self.coder.coded_size(self) if self.coder else self.weights.layout.size
+        return self.coder.coded_size(self) if self.coder else len(self.initial[self.shared])
+
+    def split(self, coded: Tensor) -> Sequence[Tensor]:
+        """Encoded vectors that travelled as one, apart again."""
+        return self.coder.split(self, coded) if self.coder else torch.split(coded, self.coded_size)
 
     def as_sent(self, value: Tensor, round: int) -> Tensor:
         """What the other end will see of an additive value."""
@@ -195,6 +203,7 @@ class Site:
                 shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in slot.shape)
                 if self.coder and (slot.increment or slot.relative):
                     shape = (self.coder.coded_size(self),)
+                    slot = replace(slot, shape=("coded",)) if self.coder.elastic else slot
                 specs[f"{piece.label}.{name}"] = Spec(slot, shape)
         return specs
 
@@ -229,15 +238,16 @@ class Sites:
     """The sites of a federation, one for each architecture, built when first needed."""
 
     def __init__(
-        self, method: Alloy, models: tuple[str, ...], inputs: Inputs, seed: int, precision: str = "fp32"
+        self,
+        method: Alloy,
+        models: tuple[str, ...],
+        inputs: Inputs,
+        seed: int,
+        precision: str = "fp32",
+        rounds: int | None = None,
     ) -> None:
-        self.method, self.models, self.inputs, self.seed, self.precision = (
-            method,
-            models,
-            inputs,
-            seed,
-            precision,
-        )
+        self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
+        self.precision, self.rounds = precision, rounds
         self._built: dict[str, Site] = {}
 
     def of(self, client: int) -> Site:
@@ -246,7 +256,9 @@ class Sites:
 
     def named(self, model: str) -> Site:
         if model not in self._built:
-            self._built[model] = Site(self.method, model, self.inputs, self.seed, self.models, self.precision)
+            self._built[model] = Site(
+                self.method, model, self.inputs, self.seed, self.models, self.precision, self.rounds
+            )
         return self._built[model]
 
     def check(self) -> None:

@@ -63,6 +63,15 @@ ROWS = (
         "perfedavg(alpha=0.1, beta=0.1)",
         zero=("perfedavg(alpha=0, beta=0.1, adapt_steps=0)", "fedavg"),
     ),
+    Row(
+        "fedproto(lam=5)",
+        private=True,
+        zero=("fedproto(lam=0, evaluate=head)", "local(participation_applies=True)"),
+    ),
+    Row("feddistill", private=True, zero=("feddistill(lam=0)", "local(participation_applies=True)")),
+    Row("feddistillplus", zero=("feddistillplus(lam=0)", "fedavg")),
+    Row("fml", private=True),
+    Row("fedkd", private=True, indispensable=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -103,4 +112,12 @@ VARIANTS = (
     Row(
         "fedala(num_ala_layers=0, start_until_converged=False, ala_all=True)", private=True, models=(NORMED,)
     ),
+    Row("fedproto(lam=5, weighted=True, proto_pass=train, evaluate=head)", private=True, models=(NORMED,)),
+    Row("fedproto(feature_dim=4)", private=True, models=(PLAIN,)),
+    Row("fedkd(compress=False, hidden=False, student_lr=0.05, clip=1)", private=True, models=(NORMED,)),
+    Row("fedavg+svd(t_start=0.5)", models=(NORMED,)),
+    Row("fml(agg_weights=size, detach=False, kl=mean, clip=1)", private=True, models=(NORMED,)),
+    Row("feddistill(leave_one_out=True)", private=True, models=(NORMED,)),
+    Row("feddistill(output=prob, leave_one_out=True)", private=True, models=(PLAIN,)),
+    Row("feddistillplus(sl_momentum=0.5)+dw(mu=10, sl_momentum=0.5)", models=(PLAIN,)),
 )

@@ -132,6 +132,13 @@ def dealt(shards: Sequence[Sequence[int]], tests: Sequence[Sequence[int]] | None
     return handed_out(dataset, shards, tests or [[] for _ in shards])
 
 
+def by_class(*held: list[int], each: int = 20) -> Federation:
+    """Clients that hold so many samples of exactly these classes."""
+    y = load("digits", None).y
+    places = {c: torch.where(y == c)[0].tolist() for c in range(10)}
+    return dealt([[places[c].pop(0) for c in classes for _ in range(each)] for classes in held])
+
+
 def shards(*sizes: int) -> Federation:
     """Digits dealt in the order of the data set, to clients of these sizes."""
     return dealt(consecutive(sizes))
@@ -181,7 +188,7 @@ def far(a: Tensor, b: Tensor) -> float:
 
 def run(folder: Path, federation: Federation, method: str, model: str = MLP, **settings: Any) -> Result:
     """A whole run through the public door, in this process."""
-    return train(federation, model, method, out=folder / "run", engine="inline", **settings)
+    return train(federation, model, method, out=folder / "run", **{"engine": "inline", **settings})
 
 
 @contextmanager

@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
+from laboratory import BATCHNORM, MLP, Lab, by_class, dealt, digits, double, far
 from torch import Tensor
 
 from fedalloy.alloy import Alloy, AlloyConflict, alloy
 from fedalloy.client import Client, Step
-from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import Federation
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, feddw
@@ -26,13 +24,6 @@ MEANS = "probabilities-means"
 def bare() -> Alloy:
     """FedAvg on the same model without bias."""
     return alloy("FedAvg", Share(), HeadWithoutBias())
-
-
-def by_class(*held: list[int], each: int = 20) -> Federation:
-    """Clients that hold so many samples of exactly these classes."""
-    y = load("digits", None).y
-    places = {c: torch.where(y == c)[0].tolist() for c in range(10)}
-    return dealt([[places[c].pop(0) for c in classes for _ in range(each)] for classes in held])
 
 
 def soft_labels(lab: Lab) -> Tensor:

@@ -20,8 +20,9 @@ from fedalloy.data import Dataset, load
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
+from fedalloy.mechanisms.mutual import divergence
 from fedalloy.methods import fedsce, local
-from fedalloy.methods.fedsce import contributions, divergence, outside, own_layers
+from fedalloy.methods.fedsce import contributions, outside, own_layers
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.registry import make
 from fedalloy.run import Record, Setup, play, resume, train
@@ -542,6 +543,23 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
         kept = private(tmp_path / "run", k)
         assert len(kept["own.weights"]) == size.parameters
         assert len(kept["own.buffers"]) == size.buffers
+
+
+@pytest.mark.parametrize("aux_model", ["mlp(hidden=16,norm=batch)", "cnn-bn"])
+def test_the_auxiliary_model_is_tried_on_the_global_test_set(tmp_path: Path, aux_model: str) -> None:
+    """Fig. 4: beside the own models, with weights and statistics as the server holds them."""
+    federation, method = digits(), f"fedsce(p=1, mu=0.1, aux='{aux_model}')"
+    run(tmp_path, federation, method, models="lenet,cnn-bn", rounds=2, lr=0.1, engine="workers", workers=2)
+    line, state = RunFolder(tmp_path / "run").history()[-1], RunFolder(tmp_path / "run").restore()[1]
+    net = aux(aux_model, state["server.weights"], state["server.buffers"])
+    index = federation.split.global_test
+    logits = net(federation.prepare(federation.dataset.x[index], None)).logits
+    y = federation.dataset.y[index]
+    assert line["metrics"]["aux_acc"] == pytest.approx(
+        float((logits.argmax(1) == y).double().mean()), abs=0.01
+    )
+    assert line["metrics"]["aux_loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-3)
+    assert "global_acc" not in line["metrics"]
 
 
 def private(folder: Path, client: int) -> Items:

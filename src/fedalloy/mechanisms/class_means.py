@@ -1,4 +1,4 @@
-"""ClassMeans: what the model says of each class on average, folded by class counts (prototypes, soft labels)."""
+"""ClassMeans: what the model says of each class on average, folded over the clients (prototypes, soft labels)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, Names, Slots
-from fedalloy.client import Client
+from fedalloy.alloy import Box, Mechanism, Names, Oracle, Slots
+from fedalloy.client import Client, Step
 from fedalloy.nets.base import Outputs
 from fedalloy.ranges import Momentum
 from fedalloy.server import Server
 from fedalloy.wire import Items, Slot
 
-Kind = Literal["features", "probabilities"]
+Kind = Literal["features", "probabilities", "logits"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class ClassMeans(Mechanism):
     """M_c <- sum_k n_kc m_kc / sum_k n_kc over the participants that hold class c; other classes keep their row.
 
     "Never seen" is the mask `seen`, never a row of zeros that looks like data. Only rows of classes that a client
-    holds travel up. `momentum` mixes the old row in; `identity` starts at one-hot rows (soft labels).
+    holds travel up. `momentum` mixes the old row in; `identity` starts at one-hot rows (soft labels); `uniform` lets
+    every holder of a class count the same: n_kc is 1, and only which classes a client holds is told.
     """
 
     of: Kind = "features"
     momentum: Momentum = 0.0
     identity: bool = False
+    uniform: bool = False
 
     @property
     def label(self) -> str:
@@ -36,6 +38,10 @@ class ClassMeans(Mechanism):
     @property
     def gives(self) -> Names:
         return frozenset({f"class means of {self.of}"})
+
+    @property
+    def claims(self) -> Names:
+        return self.gives
 
     @property
     def down(self) -> Slots:
@@ -61,8 +67,13 @@ class ClassMeans(Mechanism):
         return {"means": my.keep["means"], "seen": my.keep["seen"]}
 
     def finish(self, client: Client, my: Box) -> Items:
+        means, counts = self.measured(client, my)
+        return {"means": means, "counts": counts.clamp(max=1) if self.uniform else counts}
+
+    def measured(self, client: Client, my: Box) -> tuple[Tensor, Tensor]:
+        """A row for each class that this client holds, and how many samples of each class it is the mean of."""
         said = torch.cat([_said(self.of, out) for out in client.outputs(client.data.x)])
-        return {"means": held_means(said, client.data.y), "counts": client.data.counts}
+        return held_means(said, client.data.y), client.data.counts
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         held, old = got["counts"] > 0, my.keep["means"]
@@ -76,6 +87,34 @@ class ClassMeans(Mechanism):
         return "features" if self.of == "features" else "classes"
 
 
+@dataclass(frozen=True)
+class RunningMeans(ClassMeans):
+    """ClassMeans of all that the model says while it trains, in place of a pass over the data at the end."""
+
+    def start(self, client: Client, my: Box) -> None:
+        width = client.net.width if self.of == "features" else client.data.classes
+        my.memo["sums"] = torch.zeros(client.data.classes, width, dtype=torch.float64)
+        my.memo["counts"] = torch.zeros_like(client.data.counts)
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        g = oracle(step)
+        my.memo["sums"].index_add_(0, step.y, _said(self.of, step.out).double())
+        my.memo["counts"] += torch.bincount(step.y, minlength=len(my.memo["counts"]))
+        return g
+
+    def measured(self, client: Client, my: Box) -> tuple[Tensor, Tensor]:
+        counts = my.memo["counts"]
+        held = counts > 0
+        means = my.memo["sums"][held] / counts[held, None]
+        return means.to(client.weights.flat.dtype), counts
+
+
+def prototypes(client: Client) -> tuple[Tensor, Tensor]:
+    """What the mail brought of class means of features: a row for each class, and which rows mean something."""
+    got = next(client.box(piece).got for piece in client.method if "class means of features" in piece.gives)
+    return got["means"], got["seen"]
+
+
 def held_means(values: Tensor, y: Tensor) -> Tensor:
     """The mean row of each class that occurs, in ascending order of class; summed in float64."""
     _, place, counts = torch.unique(y, return_inverse=True, return_counts=True)
@@ -85,4 +124,6 @@ def held_means(values: Tensor, y: Tensor) -> Tensor:
 
 
 def _said(of: Kind, out: Outputs) -> Tensor:
-    return out.features if of == "features" else out.logits.softmax(1)
+    if of == "features":
+        return out.features
+    return out.logits if of == "logits" else out.logits.softmax(1)

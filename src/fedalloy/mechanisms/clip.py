@@ -1,4 +1,4 @@
-"""Clip: the gradient that reaches the optimiser is no longer than a limit."""
+"""Clip: gradients longer than a limit are shortened to it."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,25 @@ import torch
 from torch import Tensor
 
 from fedalloy.alloy import Box, Mechanism, Oracle
-from fedalloy.client import Step
+from fedalloy.client import Client, Step
 from fedalloy.ranges import Positive
 
 
 @dataclass(frozen=True)
 class Clip(Mechanism):
-    """g <- g min(1, max_norm / ||g||), after all other corrections."""
+    """g <- g min(1, norm / ||g||), for a client's own model and for an auxiliary one separately."""
 
-    max_norm: Positive = 10.0
+    norm: Positive = 10.0
 
     @property
     def outermost(self) -> bool:
         return True
 
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["spans"] = [client.weights.span(part) for part in ("main", "aux")]
+
     def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
-        g *= torch.clamp(self.max_norm / (g.norm() + 1e-6), max=1.0)
+        for span in my.memo["spans"]:
+            g[span] *= torch.clamp(self.norm / (g[span].norm() + 1e-6), max=1.0)
         return g

@@ -36,7 +36,8 @@ class Share(Mechanism):
         whole |= {"one architecture"} if self.part not in ("aux", "head") else set()
         by_size = {"size weights"} if self.agg_weights == "size" else {"uniform weights"}
         averaged = {"averaged statistics"} if self.buffers == "average" else set()
-        return frozenset({"shared weights", "the clients' weights"} | whole | by_size | averaged)
+        also = {"the clients' weights", "repeatable compression"}  # the latter unless a codec spoils it
+        return frozenset({"shared weights"} | also | whole | by_size | averaged)
 
     @property
     def shares(self) -> str | None:

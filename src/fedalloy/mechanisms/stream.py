@@ -22,10 +22,8 @@ class Stream(Share):
     """
 
     def __post_init__(self) -> None:
-        if self.part or self.buffers != "average":
-            raise FedAlloyError(
-                "stream shares the whole model with averaged buffers; use share to change that"
-            )
+        if self.buffers != "average":
+            raise FedAlloyError("stream averages buffers; use share to change that")
 
     @property
     def label(self) -> str:
@@ -46,7 +44,8 @@ class Stream(Share):
 
     def open(self, server: Server, my: Box) -> None:
         super().open(server, my)
-        my.keep["updates"] = torch.empty(0, server.site.coded_size)
+        my.keep["updates"] = torch.empty(0)  # one behind the other
+        my.keep["lengths"] = torch.empty(0, dtype=torch.int64)
         my.keep["latest"] = torch.tensor(
             0
         )  # the round of the last update; before it, round by round, the others
@@ -55,13 +54,13 @@ class Stream(Share):
         )  # when each client was last there
 
     def send(self, server: Server, my: Box, client: int) -> Items:
-        updates, since = my.keep["updates"], int(my.keep["last"][client])
-        oldest = int(my.keep["latest"]) - len(updates) + 1
+        updates, lengths, since = my.keep["updates"], my.keep["lengths"], int(my.keep["last"][client])
+        oldest = int(my.keep["latest"]) - len(lengths) + 1
         nothing = torch.empty(0)
         if since == 0 or since < oldest:
             dense, missed, since = server.weights, nothing, server.round
         else:
-            dense, missed = nothing, updates[since - oldest :].flatten()
+            dense, missed = nothing, updates[int(lengths[: since - oldest].sum()) :]
         return {"dense": dense, "updates": missed, "since": torch.tensor(since), "buffers": server.buffers}
 
     def load(self, client: Client, my: Box) -> None:
@@ -73,13 +72,12 @@ class Stream(Share):
                 "sends only once; restore its private state, or start a new run"
             )
         else:
-            missed = my.got["updates"].view(-1, client.site.coded_size)
-            for round, update in enumerate(missed, int(my.got["since"])):
+            for round, update in enumerate(client.site.split(my.got["updates"]), int(my.got["since"])):
                 if round >= int(my.keep["round"]):  # known already where the last reply was refused
                     my.keep["x"] += client.site.decoded(update, round)
         my.keep["round"] = torch.tensor(client.round)
-        client.weights.flat.copy_(my.keep["x"])
-        client.weights.buffers.copy_(my.got["buffers"])
+        client.weights.flat[client.weights.span(self.part)] = my.keep["x"]
+        client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         before = server.weights
@@ -87,9 +85,11 @@ class Stream(Share):
         server.previous, server.buffers = before, got["buffers"]
         server.weights = before + server.site.decoded(update, server.round)  # exactly what clients will do
         gapless = int(my.keep["latest"]) == server.round - 1  # not so after a round without a usable reply
-        past = my.keep["updates"] if gapless else my.keep["updates"][:0]
-        most = max(1, (len(before) - 1) // len(update))  # q updates travel while q r < d, the last one always
-        my.keep["updates"] = torch.cat([past, update[None]])[-most:]
+        past = torch.split(my.keep["updates"], my.keep["lengths"].tolist()) if gapless else ()
+        kept = [*past, update]
+        while len(kept) > 1 and sum(map(len, kept)) >= len(before):
+            kept.pop(0)  # updates travel while they weigh less than the model, the last one always
+        my.keep["updates"], my.keep["lengths"] = torch.cat(kept), torch.tensor([len(one) for one in kept])
         my.keep["latest"] = torch.tensor(server.round)
         for reply in server.participants:
             my.keep["last"][reply.client] = server.round

@@ -7,14 +7,18 @@ from fedalloy.methods.fedavg import fedavg
 from fedalloy.methods.fedbabu import fedbabu
 from fedalloy.methods.fedblade import fedblade
 from fedalloy.methods.feddecorr import feddecorr
+from fedalloy.methods.feddistill import feddistill
+from fedalloy.methods.feddistillplus import feddistillplus
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fedfa_aug import fedfa_aug
+from fedalloy.methods.fedkd import fedkd
 from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedper import fedper
+from fedalloy.methods.fedproto import fedproto
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrcl import fedrcl
 from fedalloy.methods.fedrda import fedrda
@@ -23,6 +27,7 @@ from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsol import fedsol
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.feduv import feduv
+from fedalloy.methods.fml import fml
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
 from fedalloy.methods.perfedavg import perfedavg
@@ -37,14 +42,18 @@ __all__ = [
     "fedbabu",
     "fedblade",
     "feddecorr",
+    "feddistill",
+    "feddistillplus",
     "feddw",
     "feddyn",
     "fedetf",
     "fedfa",
     "fedfa_aug",
+    "fedkd",
     "fedlc",
     "fednova",
     "fedper",
+    "fedproto",
     "fedprox",
     "fedrcl",
     "fedrda",
@@ -53,6 +62,7 @@ __all__ = [
     "fedsol",
     "fedsub",
     "feduv",
+    "fml",
     "local",
     "moon",
     "perfedavg",

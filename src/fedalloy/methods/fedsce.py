@@ -8,49 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
 from fedalloy.client import EVAL_BATCH, Client, Step
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.auxiliary import Auxiliary
+from fedalloy.mechanisms.mutual import Mutual
 from fedalloy.mechanisms.share import Share
 from fedalloy.random import generator
 from fedalloy.ranges import AtLeastOne, NonNegative
 from fedalloy.registry import recipe
 from fedalloy.server import Server
-from fedalloy.site import Site, seeded
+from fedalloy.site import Site
 from fedalloy.wire import Items, Reply, Slot
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
-EPS = 1e-12
-
-
-def divergence(a: Tensor, b: Tensor) -> Tensor:
-    """KL(softmax(a) || softmax(b)), batch mean (Eq 5)."""
-    return F.kl_div(b.log_softmax(1), a.log_softmax(1), reduction="batchmean", log_target=True)
-
-
-@dataclass(frozen=True)
-class Mutual(Mechanism):
-    """The two models learn from each other: KL / (L_g^ce + L_l^ce), partner and denominator constant (Eqs 4-6)."""
-
-    adaptive: bool = True  # False: the KL terms are not divided
-    distil: bool = True  # False: the auxiliary model learns from the labels alone
-
-    needs = frozenset({"an auxiliary model"})
-
-    def loss(self, step: Step, my: Box) -> Tensor | None:
-        at = step.client
-        with seeded(at.seed, at.round, at.id, at.steps, "aux"):  # leaves the own model's dropout alone
-            q_l, q_g = step.out.logits, at.net.aux(step.x).logits
-        ce_g = F.cross_entropy(q_g, step.y)
-        if not self.distil:
-            return ce_g
-        scale = (ce_g + F.cross_entropy(q_l, step.y)).detach() if self.adaptive else torch.ones(())
-        kl_g, kl_l = divergence(q_l.detach(), q_g), divergence(q_g.detach(), q_l)
-        return ce_g + (kl_g + kl_l) / scale.clamp(min=EPS)  # each KL reaches one model only
 
 
 @dataclass(frozen=True)
@@ -175,4 +148,5 @@ def fedsce(
     share = Share(part="aux", agg_weights="size" if contribution else "uniform")
     constraint = [SubspaceConstraint(mu, p, rank, every)] if subspace else []
     weights = [Contribution(squared)] if contribution else []
+    # Mutual: KL / (L_g^ce + L_l^ce), partner and denominator constant (Eqs 4-6)
     return alloy("FedSCE", share, Auxiliary(aux), Mutual(adaptive, mutual), *constraint, *weights)

@@ -35,7 +35,7 @@ class Control(Mechanism):
     @property
     def needs(self) -> Names:
         lean = {"the clients' weights"} if self.lean_upload else set()
-        return frozenset({"global model", f"{self.agg_weights} weights"} | lean)
+        return frozenset({"global model", f"{self.agg_weights} weights", "repeatable compression"} | lean)
 
     @property
     def down(self) -> Slots:

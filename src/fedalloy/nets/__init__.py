@@ -24,7 +24,19 @@ from fedalloy.nets.vgg import vgg11
 from fedalloy.nets.vit import vit_b16, vit_b32, vit_tiny
 from fedalloy.ranges import checked
 
-__all__ = ["Inputs", "Kind", "Model", "Net", "Outputs", "Size", "adopt", "build", "names", "size_of"]
+__all__ = [
+    "Inputs",
+    "Kind",
+    "Model",
+    "Net",
+    "Outputs",
+    "Size",
+    "adopt",
+    "build",
+    "names",
+    "size_of",
+    "width_of",
+]
 
 
 class Model(NamedTuple):
@@ -105,6 +117,16 @@ def size_of(text: str, inputs: Inputs) -> Size:
         with torch.device(device):
             net = build(text, inputs)
         return measure(net, inputs)
+
+
+def width_of(text: str, inputs: Inputs) -> int:
+    """The width of a net's features; the global random state is left alone.
+
+    >>> width_of("mlp(hidden=16)", Inputs("image", (1, 8, 8), classes=10))
+    16
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu" if ":" in text else "meta"):
+        return build(text, inputs).width
 
 
 def _kinds(name: str) -> tuple[Kind, ...]:

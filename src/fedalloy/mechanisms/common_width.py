@@ -1,0 +1,38 @@
+"""CommonWidth: features of one width from different architectures."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedalloy import nets
+from fedalloy.alloy import Mechanism
+from fedalloy.errors import FedAlloyError
+from fedalloy.ranges import AtLeastOne
+from fedalloy.site import Site
+
+
+@dataclass(frozen=True)
+class CommonWidth(Mechanism):
+    """Features are averaged (adaptive mean pooling) to one width, by default the smallest of the federation.
+
+    A net that has this width already is left alone; the others get a head that fits.
+    """
+
+    width: AtLeastOne | None = None
+
+    claims = frozenset({"the width of features"})
+
+    def build(self, site: Site) -> None:
+        width = self.width or min(nets.width_of(model, site.inputs) for model in site.models)
+        net = site.net
+        if width == net.width:
+            return
+        changed = [name for name, _ in net.named_children() if name not in ("body", "neck", "head", "aux")]
+        if changed or not isinstance(net.neck, nn.Identity):
+            raise FedAlloyError(
+                f"{self} changes the features, which the net's {', '.join(changed) or 'neck'} reads; "
+                "write it before the part that added this"
+            )
+        net.body = nn.Sequential(net.body, nn.AdaptiveAvgPool1d(width))
+        net.head = nn.Linear(width, site.inputs.classes, bias=getattr(net.head, "bias", None) is not None)
+        net.width = width

@@ -1,0 +1,100 @@
+"""FedDistill: clients exchange their mean output for each class and distil towards the average.
+
+Jeong, Oh, Kim, Park, Bennis, Kim. 2018, arXiv 1811.11479 (federated distillation).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.class_means import RunningMeans
+from fedalloy.ranges import NonNegative
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.wire import Items, Reply, Slot
+
+
+@dataclass(frozen=True)
+class OutputDistillation(Mechanism):
+    """L = CE(a, y) + lam CE(softmax(a), softmax(g_y)), g_y the federation's mean output for the true class.
+
+    `leave_one_out`: of the M_c holders of a class a client learns from the others, (M_c g_c - own_c) / (M_c - 1), and
+    not at all where it is the only one. The server says whose means a row holds: a client may have been away since.
+    """
+
+    lam: NonNegative = 1.0
+    output: Literal["logits", "prob"] = "logits"
+    leave_one_out: bool = False
+
+    @property
+    def brings(self) -> tuple[Mechanism, ...]:
+        return (self._means,)
+
+    @property
+    def _means(self) -> RunningMeans:
+        return RunningMeans("logits" if self.output == "logits" else "probabilities", uniform=True)
+
+    @property
+    def down(self) -> Slots:
+        mine = Slot(shape=("classes",), dtype=torch.bool)  # whether a row holds this client's own mean
+        return (
+            {"holders": Slot(shape=("classes",), dtype=torch.int64), "mine": mine}
+            if self.leave_one_out
+            else {}
+        )
+
+    def open(self, server: Server, my: Box) -> None:
+        if self.leave_one_out:
+            my.keep["held"] = torch.zeros(server.info.clients, server.site.inputs.classes, dtype=torch.bool)
+
+    def send(self, server: Server, my: Box, client: int) -> Items:
+        held = my.keep.get("held")
+        return {} if held is None else {"holders": held.sum(0), "mine": held[client]}
+
+    def start(self, client: Client, my: Box) -> None:
+        got = client.box(self._means).got
+        rows, known = got["means"], got["seen"]
+        if self.leave_one_out and "own" in my.keep:
+            mine, others = my.got["mine"], my.got["holders"] - 1
+            without = ((others + 1)[:, None] * rows - my.keep["own"]) / others.clamp(min=1)[:, None]
+            rows, known = torch.where(mine[:, None], without, rows), known & (~mine | (others > 0))
+        my.memo["targets"] = rows.softmax(1) if self.output == "logits" else rows
+        my.memo["known"] = known
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        known = my.memo["known"][step.y]
+        if not self.lam or not bool(known.any()):
+            return None  # round 0, or no row for any of these classes
+        targets = my.memo["targets"][step.y[known]]
+        return self.lam * F.cross_entropy(step.out.logits[known], targets, reduction="sum") / len(step.y)
+
+    def finish(self, client: Client, my: Box) -> Items:
+        if self.leave_one_out:
+            means, counts = self._means.measured(client, client.box(self._means))
+            my.keep["own"] = means.new_zeros(len(counts), means.shape[1])
+            my.keep["own"][counts > 0] = means
+        return {}
+
+    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+        if self.leave_one_out:
+            my.memo[str(reply.client)] = reply.items[f"{self._means.label}.counts"] > 0
+
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        if self.leave_one_out:
+            renewed = torch.stack(list(my.memo.values())).any(0)
+            my.keep["held"] = my.keep["held"] & ~renewed
+            for client, held in my.memo.items():
+                my.keep["held"][int(client)] |= held
+
+
+@recipe("FedDistill", family="different models", paper="Jeong et al., 2018, arXiv 1811.11479")
+def feddistill(
+    lam: NonNegative = 1.0, output: Literal["logits", "prob"] = "logits", leave_one_out: bool = False
+) -> Alloy:
+    return alloy("FedDistill", OutputDistillation(lam, output, leave_one_out))

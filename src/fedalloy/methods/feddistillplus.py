@@ -1,0 +1,42 @@
+"""FedDistill+: FedAvg with distillation towards the federation's mean soft label of the true class.
+
+A host in the comparison of FedDW, Liu et al. 2024, arXiv 2412.04521, written Fedistill+ there.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.class_means import ClassMeans
+from fedalloy.mechanisms.share import Share
+from fedalloy.ranges import Momentum, NonNegative
+from fedalloy.registry import recipe
+
+
+@dataclass(frozen=True)
+class SoftLabelDistillation(Mechanism):
+    """L = CE + lam KL(Omega_y || softmax(a)), batch mean; Omega is measured and averaged as in FedDW, Omega_1 = I."""
+
+    lam: NonNegative = 1.0
+    sl_momentum: Momentum = 0.0  # how much of the old soft labels stays
+
+    @property
+    def brings(self) -> tuple[Mechanism, ...]:
+        return (ClassMeans("probabilities", self.sl_momentum, identity=True),)
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["omega"] = client.box(self.brings[0]).got["means"]
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        if not self.lam:
+            return None
+        omega = my.memo["omega"][step.y]
+        return self.lam * F.kl_div(step.out.logits.log_softmax(1), omega, reduction="batchmean")
+
+
+@recipe("FedDistill+", family="representation", paper="a host in Liu et al., 2024, arXiv 2412.04521")
+def feddistillplus(lam: NonNegative = 1.0, sl_momentum: Momentum = 0.0) -> Alloy:
+    return alloy("FedDistill+", Share(), SoftLabelDistillation(lam, sl_momentum))

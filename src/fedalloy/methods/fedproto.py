@@ -1,0 +1,69 @@
+"""FedProto: clients exchange class prototypes (mean features) and pull their features towards the global ones.
+
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang. AAAI 2022, arXiv 2105.00243.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.client import Client, Step
+from fedalloy.mechanisms.class_means import ClassMeans, RunningMeans, prototypes
+from fedalloy.mechanisms.common_width import CommonWidth
+from fedalloy.ranges import AtLeastOne, NonNegative
+from fedalloy.registry import recipe
+
+
+@dataclass(frozen=True)
+class PrototypePull(Mechanism):
+    """L = L_S + lam L_R, L_R the mean squared distance of features to their class's global prototype.
+
+    A sample whose class has no prototype yet adds nothing, and still counts in the mean.
+    """
+
+    lam: NonNegative = 1.0
+
+    needs = frozenset({"class means of features"})
+
+    def start(self, client: Client, my: Box) -> None:
+        my.memo["P"], my.memo["seen"] = prototypes(client)
+
+    def loss(self, step: Step, my: Box) -> Tensor | None:
+        known = my.memo["seen"][step.y]
+        if not self.lam or not bool(known.any()):
+            return None
+        z = step.out.features
+        gap: Tensor = (z[known] - my.memo["P"][step.y[known]]).square().sum()
+        return self.lam * gap / z.numel()
+
+
+@dataclass(frozen=True)
+class NearestPrototype(Mechanism):
+    """A client predicts the class of the nearest global prototype; before there are any, its own head speaks."""
+
+    needs = frozenset({"class means of features"})
+
+    def predict(self, step: Step, my: Box) -> Tensor | None:
+        means, seen = prototypes(step.client)
+        if not bool(seen.any()):
+            return None
+        scores = -torch.cdist(step.out.features, means, compute_mode="donot_use_mm_for_euclid_dist")
+        return scores.masked_fill(~seen, -torch.inf)
+
+
+@recipe("FedProto", family="different models", paper="Tan et al., AAAI 2022, arXiv 2105.00243")
+def fedproto(
+    lam: NonNegative = 1.0,
+    weighted: bool = False,
+    proto_pass: Literal["eval", "train"] = "eval",
+    evaluate: Literal["proto", "head"] = "proto",
+    feature_dim: AtLeastOne | None = None,
+) -> Alloy:
+    kind = ClassMeans if proto_pass == "eval" else RunningMeans
+    by = [NearestPrototype()] if evaluate == "proto" else []
+    return alloy(
+        "FedProto", CommonWidth(feature_dim), kind("features", uniform=not weighted), PrototypePull(lam), *by
+    )
