@@ -22,7 +22,18 @@ from fedalloy.run import start
 from terminal import INLINE, QUICK, Said, fedalloy, history, strict_json, summary, tree
 
 EXECUTABLE = Path(sys.executable).with_name("fedalloy")
-COMMANDS = ("run", "compare", "methods", "explain", "partition", "report", "diagnose", "reproduce", "models")
+COMMANDS = (
+    "run",
+    "compare",
+    "methods",
+    "explain",
+    "partition",
+    "report",
+    "diagnose",
+    "reproduce",
+    "bench",
+    "models",
+)
 WIDEST = 80
 
 
@@ -203,7 +214,9 @@ class TestOtherCommands:
         assert [method["name"] for method in found["methods"]] == list(registry.RECIPES)
         prox = next(method for method in found["methods"] if method["name"] == "fedprox")
         assert (prox["title"], prox["paper"]) == ("FedProx", "Li et al., MLSys 2020")
-        assert prox["parameters"][0] == {"name": "mu", "default": 0.01, "range": "a number of at least 0"}
+        mu = prox["parameters"][0]
+        assert (mu["name"], mu["default"], mu["range"]) == ("mu", 0.01, "a number of at least 0")
+        assert "0.001, 0.01, 0.1, 0.5, 1" in mu["paper"]
         assert all(method["summary"] and method["family"] for method in found["methods"])
         assert {part["name"] for part in found["parts"]} >= {"prox", "share"}
         said = fedalloy("methods")

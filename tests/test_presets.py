@@ -43,7 +43,7 @@ def test_flags_win_over_a_preset() -> None:
         "c",
     )
     found = fedalloy("compare", "fedavg", "feddw", "--preset", "feddw", *flags, "--json").json
-    assert [row["method"] for row in found["results"]] == ["fedavg", "feddw"]
+    assert [run["method"] for run in found["runs"]] == ["fedavg", "feddw"]
     text = Path("c/feddw/seed0/config.toml").read_text()
     assert 'optimizer = "adam"' in text
     assert 'data = "digits"' in text

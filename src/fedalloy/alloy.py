@@ -280,8 +280,9 @@ class Alloy:
 
     @property
     def shared(self) -> str | None:
-        """The part of the model that the server holds, "" for all of it; None where it holds nothing."""
-        return next((piece.shares for piece in self.pieces if piece.shares is not None), None)
+        """The part of the model that travels, "" for all of it; None where nothing does."""
+        sharer = next((piece for piece in self.pieces if piece.shares is not None), None)
+        return None if sharer is None else getattr(sharer, "part", sharer.shares)
 
     @property
     def everyone(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-import own_models
+import adaptive
 import pytest
 import torch
 from oracles import World
@@ -29,7 +29,7 @@ def test_fedala(place: World, tmp_path: Path, layers: int, tensors: int, converg
     percent = 80.0 if converged else 100.0
     settings = f"rand_percent={percent}, start_until_converged={converged}"
     state = played(place, f"fedala(num_ala_layers={layers}, {settings})", tmp_path / "run")
-    server, own, weights = own_models.fedala(place, tensors, 1.0, percent, converged)
+    server, own, weights = adaptive.fedala(place, tensors, 1.0, percent, converged)
     agree(state, server)
     assert len(weights) > 1
     for client, model in own.items():
@@ -51,4 +51,4 @@ def test_perfedavg(place: World, tmp_path: Path, delta: float | None, same: bool
     inner, weights = "same" if same else "independent", "uniform" if uniform else "size"
     settings = f"alpha=0.1, beta=0.05, variant={variant}, inner_batch={inner}, agg_weights={weights}"
     state = played(place, f"perfedavg({settings})", tmp_path / "run")
-    agree(state, own_models.perfedavg(place, 0.1, 0.05, delta, same, uniform))
+    agree(state, adaptive.perfedavg(place, 0.1, 0.05, delta, same, uniform))
