@@ -229,7 +229,7 @@ def findings(console: Console, numbers: dict[str, float]) -> None:
 def benches(console: Console, found: dict[str, Any]) -> None:
     for name, bench in found.items():
         if name == "methods":
-            columns = [f"{epochs} epochs a round" for epochs in next(iter(bench.values()))]
+            columns = [f"local epochs: {epochs}" for epochs in next(iter(bench.values()))]
             table = _table("method", *columns, title="CPU time of a client, FedAvg = 1")
             for method, costs in bench.items():
                 table.add_row(method, *(f"{cost:.2f}" for cost in costs.values()))
