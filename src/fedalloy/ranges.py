@@ -16,6 +16,7 @@ NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0, lt=1)]
 Share01 = Annotated[float, Interval(gt=0, le=1)]
+AtLeastZero = Annotated[int, Ge(0)]
 AtLeastOne = Annotated[int, Ge(1)]
 
 Width = Annotated[int, Interval(ge=1, le=16384)]

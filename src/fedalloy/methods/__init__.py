@@ -16,6 +16,7 @@ from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsub import fedsub
+from fedalloy.methods.fedtgp import fedtgp
 from fedalloy.methods.fml import fml
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
@@ -39,6 +40,7 @@ __all__ = [
     "fedrda",
     "fedsce",
     "fedsub",
+    "fedtgp",
     "fml",
     "local",
     "moon",
