@@ -9,6 +9,7 @@ from fedalloy.methods.feddistillplus import feddistillplus
 from fedalloy.methods.feddw import feddw
 from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
+from fedalloy.methods.fedgh import fedgh
 from fedalloy.methods.fedkd import fedkd
 from fedalloy.methods.fednova import fednova
 from fedalloy.methods.fedproto import fedproto
@@ -33,6 +34,7 @@ __all__ = [
     "feddw",
     "feddyn",
     "fedetf",
+    "fedgh",
     "fedkd",
     "fednova",
     "fedproto",
