@@ -454,6 +454,23 @@ def test_held_rows_fold_like_full_ones(held: list[list[int]]) -> None:
     assert torch.equal(folded("classes", full), folded("held", thin))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+def test_rows_that_are_handed_over_must_match_too(rows: int) -> None:
+    """Of slots that the server gets one by one; which classes are held may be told without counts."""
+    piece = _Slots(
+        (
+            ("rows", Slot("all", ("held", 3), counts="held")),
+            ("held", Slot("all", ("classes",), torch.bool)),
+        )
+    )
+    declared = Site(alloy("rows", piece), MLP, DIGITS, 0).specs("up")
+    held = torch.tensor(counts(c1=1, c4=1)) > 0
+    why = refusal(
+        Reply(1, 0, {"_slots.rows": torch.zeros(rows, 3), "_slots.held": held}), declared, weighed=False
+    )
+    assert why == (None if rows == 2 else f"_slots.rows has {rows} rows for 2 classes")
+
+
 @dataclass(frozen=True)
 class _Slots(Mechanism):
     slots: tuple[tuple[str, Slot], ...] = ()

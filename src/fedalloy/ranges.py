@@ -17,6 +17,7 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0, lt=1)]
 Share01 = Annotated[float, Interval(gt=0, le=1)]
 Percent = Annotated[float, Interval(gt=0, le=100)]
+AtLeastZero = Annotated[int, Ge(0)]
 AtLeastOne = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 

@@ -39,7 +39,9 @@ class Slot:
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     increment: bool = False  # an additive update, so that codecs may compress it
     relative: bool = False  # codecs may compress its difference to the shared weights of the round
-    counts: str = ""  # class_mean only: the slot that holds the class counts
+    counts: str = (
+        ""  # the slot that says which classes the rows are for: their counts, or whether they are held
+    )
     uniform: bool = False  # class_mean only: every holder of a class counts the same
 
     @property
@@ -119,7 +121,7 @@ def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             return f"{key} is not finite"
     for key, spec in declared.items():
-        if spec.slot.reduce == "class_mean" and (why := _class_refusal(reply, key, spec.slot)):
+        if spec.slot.counts and (why := _class_refusal(reply, key, spec.slot)):
             return why
     if not math.isfinite(reply.loss):
         return "its training loss is not finite"

@@ -72,6 +72,12 @@ ROWS = (
     Row("feddistillplus", zero=("feddistillplus(lam=0)", "fedavg")),
     Row("fml", private=True),
     Row("fedkd", private=True, indispensable=True),
+    Row(
+        "fedtgp(server_epochs=5)",
+        private=True,
+        zero=("fedtgp(lam=0, server_epochs=5, evaluate=head)", "local(participation_applies=True)"),
+    ),
+    Row("fedgh(server_epochs=5, server_lr=0.1)", private=True),
 )
 
 # Paths through a method that its defaults do not take; one model is enough for these.
@@ -116,6 +122,8 @@ VARIANTS = (
     Row("fedproto(feature_dim=4)", private=True, models=(PLAIN,)),
     Row("fedkd(compress=False, hidden=False, student_lr=0.05, clip=1)", private=True, models=(NORMED,)),
     Row("fedavg+svd(t_start=0.5)", models=(NORMED,)),
+    Row("fedtgp(server_epochs=5, tau=1, server_lr=0.1, evaluate=head)", private=True, models=(NORMED,)),
+    Row("fedgh(server_epochs=5, server_batch=8, evaluate=trained)", private=True, models=(NORMED,)),
     Row("fml(agg_weights=size, detach=False, kl=mean, clip=1)", private=True, models=(NORMED,)),
     Row("feddistill(leave_one_out=True)", private=True, models=(NORMED,)),
     Row("feddistill(output=prob, leave_one_out=True)", private=True, models=(PLAIN,)),

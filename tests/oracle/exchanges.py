@@ -3,6 +3,7 @@
 Only the data, the freshly built nets and the order of the batches come from the library.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from oracles import Model, World, mean, read, write
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from fedalloy import nets
 from fedalloy.nets.base import Net, Outputs
-from fedalloy.random import seed_of
+from fedalloy.random import generator, seed_of
 
 Term = Callable[[Outputs, Tensor], Tensor]  # of what the net says and the labels
 Rows = dict[int, Tensor]  # one row for each class that has one
@@ -306,4 +308,75 @@ def fedkd(world: World, t_start: float | None = 0.95, t_end: float = 0.98, hidde
     for client, weight in maps.items():
         model = ends.own[client]
         ends.own[client] = Model(torch.cat([model.weights, weight.flatten()]), model.buffers)
+    return ends
+
+
+def pairs_of(sent: list[Rows]) -> tuple[Tensor, Tensor]:
+    """All rows, client by client, and their classes."""
+    rows = [row.float() for one in sent for _, row in sorted(one.items())]
+    return torch.stack(rows), torch.tensor([c for one in sent for c in sorted(one)])
+
+
+def shuffled(world: World, round: int, purpose: str, epochs: int, size: int) -> Iterator[Tensor]:
+    """The server's batches, as positions."""
+    for epoch in range(epochs):
+        dice = generator(world.seed, round, "server", purpose, epoch)
+        yield from torch.split(torch.randperm(size, generator=dice), world.batch)
+
+
+def fedtgp(world: World, lam: float, tau: float, epochs: int) -> Ends:
+    net, ends = world.net(), Ends()
+    start, k = read(net), net.width
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(world.seed, "init", "prototypes"))
+        V = nn.Parameter(torch.randn(10, k))
+        network = nn.Sequential(nn.Linear(k, k), nn.ReLU(), nn.Linear(k, k))
+    for round in range(1, world.rounds + 1):
+        sent = []
+        for client in world.sampled(round):
+            write(net, ends.own.get(client, start))
+            for _ in descend(world, net, client, round, pull(lam, ends.rows) if ends.rows else None):
+                pass
+            sent.append(mean_features(world, net, client))
+            ends.own[client] = read(net)
+        p, y = pairs_of(sent)
+        Q = merged(sent)
+        nearest = [min(float((Q[c] - Q[d]).norm()) for d in Q if d != c) for c in Q]
+        delta = min(max(nearest), tau)
+        optimiser = torch.optim.SGD([V, *network.parameters()], lr=world.rate(round))
+        for index in shuffled(world, round, "prototypes", epochs, len(y)):
+            further = torch.zeros(len(index), 10)
+            for i, c in enumerate(y[index].tolist()):
+                further[i, c] = delta
+            away = further + torch.stack([(p[i] - network(V)).norm(dim=1) for i in index.tolist()])
+            optimiser.zero_grad()
+            F.cross_entropy(-away, y[index]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        ends.rows = {c: row.double() for c, row in enumerate(network(V).detach())}
+    return ends
+
+
+def fedgh(world: World, epochs: int, lr: float) -> Pair:
+    """Everybody's extractor, and the head."""
+    net = world.net()
+    head = copy.deepcopy(net.head)
+    size = sum(p.numel() for p in head.parameters())
+    start, ends = read(net), Pair(Model(parameters_to_vector(head.parameters()).detach(), torch.empty(0)))
+    for round in range(1, world.rounds + 1):
+        sent = []
+        for client in world.sampled(round):
+            own = ends.own.get(client, Model(start.weights[:-size], start.buffers))
+            write(net, Model(torch.cat([own.weights, ends.common.weights]), own.buffers))
+            for _ in descend(world, net, client, round, None):
+                pass
+            sent.append(mean_features(world, net, client))
+            end = read(net)
+            ends.own[client] = Model(end.weights[:-size], end.buffers)
+        z, y = pairs_of(sent)
+        optimiser = torch.optim.SGD(head.parameters(), lr=lr)
+        for index in shuffled(world, round, "head", epochs, len(y)):
+            optimiser.zero_grad()
+            F.cross_entropy(head(z[index]), y[index]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        ends.common = Model(parameters_to_vector(head.parameters()).detach(), torch.empty(0))
     return ends

@@ -90,3 +90,16 @@ def test_fedkd(world: World, tmp_path: Path, settings: str) -> None:
         world, None if "compress" in settings else t_start, t_end, "hidden" not in settings
     )
     pair_agrees(state, tmp_path / "run", ends)
+
+
+@pytest.mark.parametrize("tau", [0.5, 100.0])
+def test_fedtgp(world: World, tmp_path: Path, tau: float) -> None:
+    state = played(world, f"fedtgp(lam=2, tau={tau}, server_epochs=6)", tmp_path / "run")
+    ends = exchanges.fedtgp(world, 2.0, tau, 6)
+    own_agree(tmp_path / "run", ends.own)
+    rows_agree(state["trainedprototypes.P"], state["trainedprototypes.seen"], ends.rows)
+
+
+def test_fedgh(world: World, tmp_path: Path) -> None:
+    state = played(world, "fedgh(server_epochs=6, server_lr=0.2)", tmp_path / "run")
+    pair_agrees(state, tmp_path / "run", exchanges.fedgh(world, 6, 0.2))

@@ -115,6 +115,26 @@ def prototypes(client: Client) -> tuple[Tensor, Tensor]:
     return got["means"], got["seen"]
 
 
+def each_mean() -> Slots:
+    """Slots by which the server gets every client's class means of features one by one, to learn from them."""
+    return {
+        "means": Slot("all", ("held", "features"), counts="held"),
+        "held": Slot("all", ("classes",), torch.bool),
+    }
+
+
+def mean_features(client: Client) -> Items:
+    """What fills these slots: a row for each class that this client holds, of the model as it stands."""
+    means, counts = ClassMeans("features").measured(client, Box())
+    return {"means": means, "held": counts > 0}
+
+
+def labelled(got: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """All rows that came in, in ascending client id, and the class of each."""
+    rows, held = got["means"].values(), got["held"].values()
+    return torch.cat(list(rows)), torch.cat([classes.nonzero().flatten() for classes in held])
+
+
 def held_means(values: Tensor, y: Tensor) -> Tensor:
     """The mean row of each class that occurs, in ascending order of class; summed in float64."""
     _, place, counts = torch.unique(y, return_inverse=True, return_counts=True)

@@ -14,6 +14,7 @@ from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fedfa_aug import fedfa_aug
+from fedalloy.methods.fedgh import fedgh
 from fedalloy.methods.fedkd import fedkd
 from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
@@ -27,6 +28,7 @@ from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsol import fedsol
 from fedalloy.methods.fedsub import fedsub
 from fedalloy.methods.feduv import feduv
+from fedalloy.methods.fedtgp import fedtgp
 from fedalloy.methods.fml import fml
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
@@ -49,6 +51,7 @@ __all__ = [
     "fedetf",
     "fedfa",
     "fedfa_aug",
+    "fedgh",
     "fedkd",
     "fedlc",
     "fednova",
@@ -62,6 +65,7 @@ __all__ = [
     "fedsol",
     "fedsub",
     "feduv",
+    "fedtgp",
     "fml",
     "local",
     "moon",

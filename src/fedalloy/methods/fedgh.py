@@ -1,0 +1,104 @@
+"""FedGH: one head for all extractors, trained at the server on the clients' class-mean features.
+
+Yi, Wang, Liu, Shi, Yu. ACM Multimedia 2023, arXiv 2303.13137.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.client import Client
+from fedalloy.mechanisms.class_means import each_mean, labelled, mean_features
+from fedalloy.mechanisms.common_width import CommonWidth
+from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative
+from fedalloy.registry import recipe
+from fedalloy.server import Server
+from fedalloy.wire import Items, Slot
+
+
+@dataclass(frozen=True)
+class GlobalHead(Mechanism):
+    """Clients start from the received head and train the whole model; what they did to the head is thrown away.
+
+    The server trains it on all (mean feature, class) pairs, every mean counting once: `epochs` of SGD over shuffled
+    batches. `evaluate`: a client is tried with the "received" head, or with the one it "trained" itself last.
+    """
+
+    epochs: AtLeastZero = 100
+    lr: NonNegative = 0.01
+    batch: AtLeastOne | None = None  # None: that of the clients
+    evaluate: Literal["received", "trained"] = "received"
+
+    part = "head"
+    claims = frozenset({"the aggregation of weights", "the neck"})  # the head reads the features themselves
+
+    @property
+    def shares(self) -> str | None:
+        return self.part
+
+    @property
+    def down(self) -> Slots:
+        return {"weights": Slot()}
+
+    @property
+    def up(self) -> Slots:
+        return each_mean()
+
+    def open(self, server: Server, my: Box) -> None:
+        server.weights = server.site.initial[server.site.shared].clone()
+
+    def send(self, server: Server, my: Box, client: int) -> Items:
+        return {"weights": server.weights}
+
+    def load(self, client: Client, my: Box) -> None:
+        client.weights.flat[client.site.shared] = my.got["weights"]
+
+    def finish(self, client: Client, my: Box) -> Items:
+        if self.evaluate == "trained":
+            my.keep["head"] = client.weights.flat[client.site.shared].clone()
+        return mean_features(client)
+
+    def adapt(self, client: Client, my: Box) -> None:
+        if "head" in my.keep:
+            client.weights.flat[client.site.shared] = my.keep["head"]
+
+    @torch.enable_grad()
+    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+        means, y = labelled(got)
+        flat = server.weights.clone().requires_grad_()
+        optimiser = torch.optim.SGD([flat], lr=self.lr)
+        for epoch in range(self.epochs):
+            order = torch.randperm(len(y), generator=server.rng("head", epoch))
+            for index in torch.split(order, self.batch or server.local.batch):
+                optimiser.zero_grad()
+                F.cross_entropy(logits(server, flat, means[index]), y[index]).backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+        server.weights = flat.detach()
+
+
+def logits(server: Server, flat: Tensor, features: Tensor) -> Tensor:
+    """What a head with these weights says of features."""
+    head = server.site.net.head
+    shapes = {name: weight.shape for name, weight in head.named_parameters()}
+    pieces = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    weights = {name: p.view(shape) for (name, shape), p in zip(shapes.items(), pieces, strict=True)}
+    said: Tensor = functional_call(head, weights, (features,))
+    return said
+
+
+@recipe("FedGH", family="different models", paper="Yi, Wang, Liu, Shi, Yu, ACM MM 2023, arXiv 2303.13137")
+def fedgh(
+    server_epochs: AtLeastZero = 100,
+    server_lr: NonNegative = 0.01,
+    server_batch: AtLeastOne | None = None,
+    evaluate: Literal["received", "trained"] = "received",
+    feature_dim: AtLeastOne | None = None,
+) -> Alloy:
+    head = GlobalHead(server_epochs, server_lr, server_batch, evaluate)
+    return alloy("FedGH", CommonWidth(feature_dim), head)
