@@ -226,6 +226,7 @@ HINTS = {
     "mean updates": "; start from 'ssf' or 'fedsub', which stream them",
     "compact features": "; start from 'fedrda'",
     "feature anchors": "; start from 'fedfa'",
+    "a shared body": "; start from a method that shares all but the head, such as 'fedper'",
 }
 
 

@@ -55,6 +55,7 @@ ROWS = (
     Row("ditto", private=True),
     Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
     Row("fedfa(calib_lr=0.1)", zero=("fedfa(lam=0, calibration=none)", "fedavg")),
+    Row("fedpac(head_lr=0.05)"),
     Row("fedala", private=True),
     Row(
         "perfedavg(alpha=0.1, beta=0.1)",
@@ -91,11 +92,9 @@ VARIANTS = (
     Row("fedbabu(ft_epochs=0, head_init=orthogonal, agg_weights=uniform)", models=(NORMED,)),
     Row("ditto(lam_candidates=(0.1, 1, 2), personal_epochs=1)", private=True, models=(NORMED,)),
     Row("scaffold+personalmodel(lam=0.1, lr=0.05)", private=True, models=(PLAIN,)),
-    Row(
-        "perfedavg(alpha=0.1, beta=0.1, variant=hf, inner_batch=same, agg_weights=uniform)", models=(NORMED,)
-    ),
-    Row("perfedavg(alpha=0.1, beta=0.1, variant=exact, adapt_steps=0)", models=(PLAIN,)),
-    Row(
-        "fedala(num_ala_layers=0, start_until_converged=False, ala_all=True)", private=True, models=(NORMED,)
-    ),
+    Row("fedala(num_ala_layers=0, rand_percent=100, ala_all=True)", private=True, models=(NORMED,)),
+    Row("perfedavg(alpha=0.1, beta=0.1, variant=hf, inner_batch=same)", models=(NORMED,)),
+    Row("perfedavg(variant=exact, beta=0.1, adapt_steps=0, agg_weights=uniform)", models=(PLAIN,)),
+    Row("fedpac(lam=0, head_epochs=2)", models=(PLAIN,)),
+    Row("fedpac(lam=2, combine=False)", private=True, models=(NORMED,)),
 )

@@ -13,6 +13,7 @@ from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
+from fedalloy.methods.fedpac import fedpac
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedprox import fedprox
 from fedalloy.methods.fedrda import fedrda
@@ -41,6 +42,7 @@ __all__ = [
     "fedfa",
     "fedlc",
     "fednova",
+    "fedpac",
     "fedper",
     "fedprox",
     "fedrda",
