@@ -237,6 +237,7 @@ HINTS = {
     "compact features": "; start from 'fedrda'",
     "feature anchors": "; start from 'fedfa'",
     "class means of features": "; start from 'fedproto' or add 'classmeans'",
+    "a shared body": "; start from a method that shares all but the head, such as 'fedper'",
 }
 
 

@@ -58,6 +58,7 @@ ROWS = (
     Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
     Row("fedfa(calib_lr=0.1)", zero=("fedfa(lam=0, calibration=none)", "fedavg")),
     Row("fedfaaug", models=(CONVOLUTIONS,), zero=("fedfaaug(prob=0)", "fedavg")),
+    Row("fedpac(head_lr=0.05)"),
     Row("fedala", private=True),
     Row(
         "perfedavg(alpha=0.1, beta=0.1)",
@@ -128,4 +129,9 @@ VARIANTS = (
     Row("feddistill(leave_one_out=True)", private=True, models=(NORMED,)),
     Row("feddistill(output=prob, leave_one_out=True)", private=True, models=(PLAIN,)),
     Row("feddistillplus(sl_momentum=0.5)+dw(mu=10, sl_momentum=0.5)", models=(PLAIN,)),
+    Row("fedala(num_ala_layers=0, rand_percent=100, ala_all=True)", private=True, models=(NORMED,)),
+    Row("perfedavg(alpha=0.1, beta=0.1, variant=hf, inner_batch=same)", models=(NORMED,)),
+    Row("perfedavg(variant=exact, beta=0.1, adapt_steps=0, agg_weights=uniform)", models=(PLAIN,)),
+    Row("fedpac(lam=0, head_epochs=2)", models=(PLAIN,)),
+    Row("fedpac(lam=2, combine=False)", private=True, models=(NORMED,)),
 )

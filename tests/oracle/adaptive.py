@@ -1,13 +1,14 @@
 """Personal methods as plain loops, written from the papers' algorithm boxes, as in `oracles.py`."""
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import combinations, count
 
 import torch
 import torch.nn.functional as F
 from oracles import Model, World, descend, mean, read, write
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fedalloy.nets.base import Net
 from fedalloy.random import generator
@@ -130,3 +131,116 @@ def gradient(net: Net, model: Model, batch: tuple[Tensor, Tensor]) -> tuple[Tens
     x, y = batch
     slopes = torch.autograd.grad(F.cross_entropy(net.train()(x).logits, y), list(net.parameters()))
     return torch.cat([g.flatten() for g in slopes]), read(net).buffers
+
+
+def fedpac(
+    world: World, lam: float, head_lr: float, combine: bool
+) -> tuple[Model, dict[int, Tensor], Tensor, Tensor]:
+    """The whole net (its head is of no account), the clients' heads, the centroids and the classes they have."""
+    net = world.net()
+    server = read(net)
+    classes, width = world.federation.dataset.classes, net.width
+    first = parameters_to_vector(net.head.parameters()).detach().clone()
+    heads: dict[int, Tensor] = {}
+    centroids, seen = torch.zeros(classes, width), torch.zeros(classes, dtype=torch.bool)
+    for round in range(1, world.rounds + 1):
+        chosen = world.sampled(round)
+        models, sizes, sent, H, V = [], [], [], [], []
+        sums, counts = torch.zeros(classes, width, dtype=torch.float64), torch.zeros(classes)
+        for client in chosen:
+            write(net, server)
+            vector_to_parameters(heads.get(client, first).clone(), net.head.parameters())
+            data = world.federation.client(client)
+            x, n = data.prepare(data.x, None), data.samples
+            with torch.no_grad():
+                z = net.eval()(x).features
+            shares = [float((data.y == c).sum()) / n for c in range(classes)]
+            means = torch.stack(
+                [z[data.y == c].mean(0) if s else torch.zeros(width) for c, s in enumerate(shares)]
+            )
+            norms = [float(z[data.y == c].square().sum(1).mean()) if s else 0.0 for c, s in enumerate(shares)]
+            H.append(torch.tensor(shares)[:, None] * means)
+            V.append(
+                sum(
+                    s * q - s**2 * float(m.square().sum())
+                    for s, q, m in zip(shares, norms, means, strict=True)
+                )
+                / n
+            )
+            targets = torch.where(seen[:, None], centroids, means) if bool(seen.any()) else None
+            rate = head_lr * world.lr_decay ** (round - 1)
+            stage(world, net, list(net.head.parameters()), rate, client, round, 0, 1, 0.0, None)
+            stage(
+                world,
+                net,
+                list(net.body.parameters()),
+                world.rate(round),
+                client,
+                round,
+                1,
+                world.epochs,
+                lam,
+                targets,
+            )
+            with torch.no_grad():
+                z = net.eval()(x).features
+            sums.index_add_(0, data.y, z.double())
+            counts += torch.bincount(data.y, minlength=classes)
+            sent.append(parameters_to_vector(net.head.parameters()).detach().clone())
+            models.append(read(net))
+            sizes.append(float(n))
+        server = mean(models, sizes)
+        held = counts > 0
+        centroids[held] = (sums[held] / counts[held, None]).float()
+        seen |= held
+        stacked, flat = torch.stack(sent).double(), torch.stack(H).double().flatten(1)
+        for i, client in enumerate(chosen):
+            away = flat[i] - flat
+            P = torch.tensor(V, dtype=torch.float64).diag() + away @ away.T
+            heads[client] = (best_of_all_faces(P) @ stacked).float() if combine else sent[i]
+    return server, heads, centroids, seen
+
+
+def stage(
+    world: World,
+    net: Net,
+    trained: list[nn.Parameter],
+    rate: float,
+    client: int,
+    round: int,
+    number: int,
+    epochs: int,
+    lam: float,
+    targets: Tensor | None,
+) -> None:
+    """Some epochs on a part of the net, with an optimiser of its own."""
+    data = world.federation.client(client)
+    optimiser = torch.optim.SGD(trained, lr=rate, momentum=world.momentum)
+    net.train()
+    for epoch in range(epochs):
+        draw = generator(world.seed, round, client, number, epoch, "batches")
+        for index in torch.split(torch.randperm(data.samples, generator=draw), world.batch):
+            if len(index) == 1 and "batch" in world.model:
+                continue
+            out, y = net(data.prepare(data.x[index], None)), data.y[index]
+            loss = F.cross_entropy(out.logits, y)
+            if targets is not None:
+                loss = loss + lam * ((out.features - targets[y]) ** 2).mean()
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+
+
+def best_of_all_faces(P: Tensor) -> Tensor:
+    """The minimum of a^T P a over the simplex, without weights below 1e-3."""
+    found: list[tuple[float, Tensor]] = []
+    for size in range(1, len(P) + 1):
+        for face in map(list, combinations(range(len(P)), size)):
+            x = torch.linalg.solve(P[face][:, face], torch.ones(size, dtype=P.dtype))
+            a = torch.zeros(len(P), dtype=P.dtype)
+            a[face] = x / x.sum()
+            if bool((a >= 0).all()):
+                found.append((float(a @ P @ a), a))
+    _, best = min(found, key=lambda pair: pair[0])
+    best = torch.where(best < 1e-3, 0, best)
+    return best / best.sum()

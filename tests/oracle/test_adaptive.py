@@ -6,7 +6,7 @@ from pathlib import Path
 import adaptive
 import pytest
 import torch
-from oracles import World
+from oracles import Model, World
 from test_oracles import CLOSE, MODELS, agree, digits, gap, played
 
 from fedalloy.folder import RunFolder
@@ -52,3 +52,24 @@ def test_perfedavg(place: World, tmp_path: Path, delta: float | None, same: bool
     settings = f"alpha=0.1, beta=0.05, variant={variant}, inner_batch={inner}, agg_weights={weights}"
     state = played(place, f"perfedavg({settings})", tmp_path / "run")
     agree(state, adaptive.perfedavg(place, 0.1, 0.05, delta, same, uniform))
+
+
+@pytest.mark.parametrize(("lam", "combine"), [(1.0, True), (0.5, False), (0.0, True)])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_fedpac(place: World, tmp_path: Path, momentum: float, lam: float, combine: bool) -> None:
+    place = replace(place, momentum=momentum)
+    state = played(place, f"fedpac(lam={lam}, head_lr=0.1, combine={combine})", tmp_path / "run")
+    server, heads, centroids, seen = adaptive.fedpac(place, lam, 0.1, combine)
+    size = len(next(iter(heads.values())))
+    agree(state, Model(server.weights[:-size], server.buffers))
+    assert len(heads) > 3
+    for client, head in heads.items():
+        found = (
+            state[f"headcombination.head{client}"]
+            if combine
+            else kept(tmp_path / "run", client)["own.weights"]
+        )
+        assert gap(found, head) < CLOSE
+    if lam:
+        assert torch.equal(state["features-means.seen"], seen)
+        assert gap(state["features-means.means"], centroids) < CLOSE

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedalloy.alloy import Box, Mechanism, Names, Slots
 from fedalloy.client import Client
 from fedalloy.server import Server
+from fedalloy.weights import BASE
 from fedalloy.wire import Items, Slot
 
 
@@ -34,6 +35,7 @@ class Share(Mechanism):
     def gives(self) -> Names:
         whole = {"global model"} if self.part == "" else set()
         whole |= {"one architecture"} if self.part not in ("aux", "head") else set()
+        whole |= {"a shared body"} if self.part in ("body", BASE) else set()
         by_size = {"size weights"} if self.agg_weights == "size" else {"uniform weights"}
         averaged = {"averaged statistics"} if self.buffers == "average" else set()
         also = {"the clients' weights", "repeatable compression"}  # the latter unless a codec spoils it

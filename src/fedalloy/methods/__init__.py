@@ -18,6 +18,7 @@ from fedalloy.methods.fedgh import fedgh
 from fedalloy.methods.fedkd import fedkd
 from fedalloy.methods.fedlc import fedlc
 from fedalloy.methods.fednova import fednova
+from fedalloy.methods.fedpac import fedpac
 from fedalloy.methods.fedper import fedper
 from fedalloy.methods.fedproto import fedproto
 from fedalloy.methods.fedprox import fedprox
@@ -55,6 +56,7 @@ __all__ = [
     "fedkd",
     "fedlc",
     "fednova",
+    "fedpac",
     "fedper",
     "fedproto",
     "fedprox",

@@ -23,11 +23,12 @@ class Alternate(Mechanism):
     """phi_k <- phi_k - eta_h grad_phi l(theta, phi_k), then theta <- theta - eta grad_theta l(theta, phi_k).
 
     Each phase has an optimiser of its own that knows nothing of the frozen part. `body_epochs`: None is what is left of
-    the local epochs, at least one. `freeze_bn`: in the head's phase the body uses its running statistics.
+    the local epochs, at least one; "all" are all of them. `freeze_bn`: in the head's phase the body uses its running
+    statistics.
     """
 
     head_epochs: Count = 1
-    body_epochs: Count | None = None
+    body_epochs: Count | Literal["all"] | None = None
     head_lr: Positive | None = None  # None: that of the body; it follows the same schedule
     freeze_bn: bool = False
 
@@ -38,11 +39,15 @@ class Alternate(Mechanism):
             raise FedAlloyError(
                 f"{self} counts epochs of head and body, but local work is counted in steps; leave --steps out"
             )
-        left = max(1, epochs - self.head_epochs)
         lr = replace(client.local, lr=self.head_lr or client.local.lr).rate(client.round)
         head = Phase(self.head_epochs, HEAD, lr, freeze_bn=self.freeze_bn)
-        body = Phase(left if self.body_epochs is None else self.body_epochs, BASE)
+        body = Phase(self._body_epochs(epochs), BASE)
         return [phase for phase in (head, body) if phase.epochs]
+
+    def _body_epochs(self, epochs: int) -> int:
+        if self.body_epochs is None:
+            return max(1, epochs - self.head_epochs)
+        return epochs if self.body_epochs == "all" else self.body_epochs
 
 
 @recipe("FedRep", family="personal", paper="Collins et al., ICML 2021")
