@@ -59,6 +59,10 @@ class Config(pydantic.BaseModel):
     test_share: Rest = Field(
         default=0.0, description="Share of its data that each client holds out for testing."
     )
+    validation: Rest = Field(
+        default=0.0,
+        description="Share of the training samples that is held out and scored in place of the test set.",
+    )
     augment: str = Field(default="none", description="none, crop:PIXELS, flip, or 'crop:4,flip'.")
     participation: Share = Field(default=1.0, description="Share of the clients that take part in a round.")
     rounds: AtLeastOne = Field(default=20, description="How many rounds.")
@@ -155,7 +159,17 @@ class Config(pydantic.BaseModel):
     @property
     def dealing(self) -> dict[str, Any]:
         """The settings that make the federation: the arguments of `federate`."""
-        names = ("data", "clients", "skew", "seed", "test_share", "data_root", "augment", "limit")
+        names = (
+            "data",
+            "clients",
+            "skew",
+            "seed",
+            "test_share",
+            "data_root",
+            "augment",
+            "limit",
+            "validation",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property

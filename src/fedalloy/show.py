@@ -26,6 +26,7 @@ def run(console: Console, result: Result, page: Path) -> None:
     console.print(
         f"[bold]{escape(summary['title'])}[/] on {escape(config.data)}: {escape(summary['model'])}, "
         f"{config.clients} clients, {escape(config.skew)}, seed {config.seed}"
+        + (f"; scored on a validation split of {100 * config.validation:g} %" if config.validation else "")
     )
     for table in run_tables(read_run(result.folder)):
         _print(console, table)
