@@ -146,6 +146,13 @@ class Config(pydantic.BaseModel):
     def toml(self) -> str:
         return tomli_w.dumps({name: value for name, value in self.model_dump().items() if value is not None})
 
+    def typed(self, *but: str) -> list[str]:
+        """What to type for the settings that are not the default, but for these."""
+        words = []
+        for name, value in self.model_dump(exclude_defaults=True, exclude=set(but)).items():
+            words += [flag(f"no_{name}")] if value is False else [flag(name), str(value)]
+        return words
+
     def differences(self, other: "Config") -> list[str]:
         """Settings that change the numbers and are not the same, as flags."""
         mine, theirs = self.model_dump(), other.model_dump()
