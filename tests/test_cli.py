@@ -22,7 +22,19 @@ from fedalloy.run import start
 from terminal import INLINE, QUICK, Said, fedalloy, history, strict_json, summary, tree
 
 EXECUTABLE = Path(sys.executable).with_name("fedalloy")
-COMMANDS = ("run", "compare", "methods", "explain", "partition", "report", "diagnose", "reproduce", "models")
+COMMANDS = (
+    "run",
+    "compare",
+    "tune",
+    "methods",
+    "explain",
+    "partition",
+    "report",
+    "diagnose",
+    "bench",
+    "reproduce",
+    "models",
+)
 WIDEST = 80
 
 
