@@ -31,14 +31,12 @@ VALIDATION = 0.2  # where none is given
 
 @dataclass(frozen=True)
 class Trial:
-    """A point and what came of it."""
+    """A point and what came of it: accuracies by seed, None for a run that diverged; empty until all are finished."""
 
     number: int
     point: Point
     config: Config
-    accuracies: tuple[
-        float | None, ...
-    ] = ()  # by seed, None for a run that diverged; empty until all are finished
+    accuracies: tuple[float | None, ...] = ()
 
     @property
     def accuracy(self) -> float | None:
@@ -146,6 +144,15 @@ class Tuning:
         )
         return begun + (self.trials - len(recorded)) * len(self.seeds) * self.base.rounds
 
+    @property
+    def command(self) -> str:
+        """What to type for this search, config file or not."""
+        words = ["fedalloy", "tune", self.space.method, "--trials", str(self.budget)]
+        words += ["--seeds", ",".join(map(str, self.seeds))]
+        if rates := self.space.axes.get("lr"):
+            words += ["--lr-values", ",".join(map(str, rates))]
+        return shlex.join([*words, *self.base.typed("method", "seed", *(["lr"] if rates else []))])
+
     def commands(self, trial: Trial) -> dict[str, str]:
         """What to type to try a point on the test set."""
         flags = trial.config.typed("method", "seed", "validation")
@@ -163,13 +170,16 @@ class Tuning:
         best = next((trial for trial in ranked if trial.accuracy is not None), None)
         return {
             "folder": str(self.folder),
-            "method": self.space.method,
-            "space": self.space.axes,
-            "seeds": self.seeds,
+            **self._search,
             "validation": self.base.validation,
             "trials": [self._described(trial) for trial in ranked],
             "best": {**self._described(best), **self.commands(best)} if best else None,
         }
+
+    @property
+    def _search(self) -> dict[str, Any]:
+        """What a folder holds one of."""
+        return {"method": self.space.method, "space": self.space.axes, "seeds": self.seeds}
 
     def _next(self, tried: list[Trial]) -> Point:
         """All points in order if they can all be tried, else what Optuna proposes, beginning with the defaults."""
@@ -199,34 +209,20 @@ class Tuning:
         try:
             found = json.loads(file.read_bytes())
             points = [trial["point"] for trial in found["trials"]]
-            searched = {name: found[name] for name in ("method", "space", "seeds")}
+            searched = {name: found[name] for name in self._search}
         except (ValueError, KeyError, TypeError):
             raise FedAlloyError(f"{file} is damaged; give another --out") from None
-        ours = {"method": self.space.method, "space": self.space.axes, "seeds": self.seeds}
-        if searched != json.loads(json.dumps(ours)):
+        if searched != json.loads(json.dumps(self._search)):
             raise FedAlloyError(
                 f"{self.folder} holds another search ({found.get('command')}); give another --out"
             )
         return points
 
     def _record(self, points: Sequence[Point]) -> None:
-        facts = {
-            "method": self.space.method,
-            "space": self.space.axes,
-            "seeds": self.seeds,
-            "command": self.command,
-            "trials": [self._described(self.trial(number, point)) for number, point in enumerate(points, 1)],
-        }
+        trials = [self.trial(number, point) for number, point in enumerate(points, 1)]
+        described = [self._described(trial) for trial in trials]
+        facts = {**self._search, "command": self.command, "trials": described}
         write_whole(self.folder / "tune.json", (json.dumps(facts, indent=2) + "\n").encode())
-
-    @property
-    def command(self) -> str:
-        """What to type for this search, config file or not."""
-        words = ["fedalloy", "tune", self.space.method, "--trials", str(self.budget)]
-        words += ["--seeds", ",".join(map(str, self.seeds))]
-        if rates := self.space.axes.get("lr"):
-            words += ["--lr-values", ",".join(map(str, rates))]
-        return shlex.join([*words, *self.base.typed("method", "seed", *(["lr"] if rates else []))])
 
     def _described(self, trial: Trial) -> dict[str, Any]:
         return {
