@@ -25,6 +25,7 @@ EXECUTABLE = Path(sys.executable).with_name("fedalloy")
 COMMANDS = (
     "run",
     "compare",
+    "tune",
     "methods",
     "explain",
     "partition",

@@ -21,6 +21,7 @@ OTHER: dict[str, Any] = {
     "clients": 7,
     "skew": "iid",
     "test_share": 0.25,
+    "validation": 0.125,
     "augment": "flip",
     "participation": 0.5,
     "rounds": 3,

@@ -1,6 +1,7 @@
-"""The command line: run, compare, methods, explain, partition, report, diagnose, reproduce, bench, models."""
+"""The command line: run, compare, tune, methods, explain, partition, report, diagnose, reproduce, bench, models."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -28,10 +29,11 @@ from fedalloy.expression import slug, split
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
 from fedalloy.presets import PRESETS
-from fedalloy.ranges import AtLeastOne
+from fedalloy.ranges import AtLeastOne, expected
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
 from fedalloy.run import reopen, resume, start
 from fedalloy.storage import write_whole
+from fedalloy.tune import Tuning
 
 app = App(
     name="fedalloy",
@@ -143,6 +145,55 @@ def compare(
         _print_json(plan.facts())
     else:
         show.comparison(terminal, plan.folder)
+
+
+@app.command
+def tune(
+    method: str,
+    /,
+    *,
+    settings: Settings = None,
+    trials: Annotated[AtLeastOne, Parameter(help="How many points to try; all, if there are no more.")] = 20,
+    seeds: Annotated[str | None, Parameter(help="Seeds of every trial, such as 0,1,2.")] = None,
+    lr_values: Annotated[
+        str | None,
+        Parameter(help="Learning rates to try, such as 0.01,0.03,0.1 (the default for SGD); --lr fixes it."),
+    ] = None,
+    config: ConfigFile = None,
+    out: Annotated[
+        Path | None, Parameter(help="The folder to write; finished trials in it are not run again.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search a method's hyper-parameters on held-out training samples; the test set is not looked at.
+
+    Tries the values that its paper tried; a parameter that is typed stays as it is. Without --validation a fifth of the
+    training samples is held out. Type the same command again after a crash and it carries on.
+
+    Parameters
+    ----------
+    method
+        A method or a sum, such as fedprox or "moon(projection=penultimate)".
+    """
+    given, terminal = _given(settings), console(quiet=as_json)
+    if "method" in given:
+        raise FedAlloyError("name the method without --method, such as: fedalloy tune fedprox")
+    if seeds is not None and "seed" in given:
+        raise FedAlloyError("give --seeds or --seed, not both")
+    if lr_values is not None and "lr" in given:
+        raise FedAlloyError("give --lr-values to try some, or --lr to fix one, not both")
+    if given.get("validation") == 0:
+        raise FedAlloyError("--validation 0 would choose by the test set; leave it away to hold out 0.2")
+    base = _merged(config, given)
+    numbers = [base.seed] if seeds is None else _numbers(seeds)
+    plan = Tuning.plan(base, method, numbers, trials, _rates(lr_values) if lr_values else (), out)
+    total = plan.trials * len(plan.seeds) * base.rounds
+    with (
+        resumable(plan.folder / "tune.json", "the same command"),
+        progress(terminal, total, total - plan.rounds_left()) as bar,
+    ):
+        plan.run(bar.run, bar.round, bar.reply)
+    _print_json(plan.facts()) if as_json else show.tuning(terminal, plan)
 
 
 @app.command
@@ -357,7 +408,11 @@ def _sentence(error: CycloptsError) -> str:
     """What is wrong with the words that were typed."""
     command = " ".join(["fedalloy", *(error.command_chain or [])])
     if isinstance(error.__cause__, pydantic.ValidationError):
-        return complaint(error.__cause__)
+        first = error.__cause__.errors()[0]
+        if first["loc"] or not error.argument:
+            return complaint(error.__cause__)
+        wanted = expected(error.argument.field_info.annotation)
+        return f"{error.argument.name} must be {wanted}, not {first['input']}"
     if isinstance(error, UnusedCliTokensError):
         said = f"{' '.join(error.unused_tokens or [])!r} was not expected."
     elif isinstance(error, MissingArgumentError) and error.argument:
@@ -391,6 +446,16 @@ def _numbers(text: str) -> list[int]:
     if not all(word.isascii() and word.isdigit() for word in words):
         raise FedAlloyError(f"--seeds must be whole numbers of at least 0, not {text!r}; for example 0,1,2")
     return [int(word) for word in words]
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(word) for word in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+        raise FedAlloyError(f"--lr-values must be numbers above 0, not {text!r}; for example 0.01,0.03,0.1")
+    return rates
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fedalloy import registry
-from fedalloy.config import FREE, Config, flag
+from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError, writing
 from fedalloy.expression import slug
-from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
 from fedalloy.report import (
     read_comparison,
@@ -25,7 +24,8 @@ from fedalloy.report import (
     write_tables,
 )
 from fedalloy.report.statistics import costs, results
-from fedalloy.run import OnReply, OnRound, Result, Setup, play, resume
+from fedalloy.run import OnReply, OnRound, Result
+from fedalloy.series import Series, check_settings, rounds_left
 from fedalloy.storage import write_whole
 
 OnRun = Callable[[str, int], None]  # method, seed
@@ -40,7 +40,7 @@ class Comparison:
     methods: tuple[str, ...]
     seeds: tuple[int, ...]
     target: float | None = None
-    _dealt: dict[int, Federation] = field(default_factory=dict, repr=False, compare=False)  # of one seed
+    _series: Series = field(default_factory=Series, repr=False, compare=False)
 
     @classmethod
     def plan(
@@ -86,7 +86,8 @@ class Comparison:
             for method in self.methods:
                 if on_run:
                     on_run(method, seed)
-                result = self._play(method, seed, on_round, on_reply)
+                place = self.folder / self.place(method, seed)
+                result = self._series.play(place, self.config(method, seed), on_round, on_reply)
                 if not (result.folder / "report.html").exists():
                     write_run_report(result.folder, plotlyjs="../../plotly.min.js")
                 found.append(result)
@@ -102,8 +103,11 @@ class Comparison:
 
     def rounds_left(self) -> int:
         """Rounds that are still to be played, for a progress bar."""
-        folders = [RunFolder(self.folder / self.place(m, s)) for m in self.methods for s in self.seeds]
-        return sum(self.base.rounds - len(folder.history()) for folder in folders if not folder.summary())
+        return sum(
+            rounds_left(self.folder / self.place(method, seed), self.base)
+            for method in self.methods
+            for seed in self.seeds
+        )
 
     @property
     def command(self) -> str:
@@ -111,9 +115,7 @@ class Comparison:
         words = ["fedalloy", "compare", *self.methods, "--seeds", ",".join(map(str, self.seeds))]
         if self.target is not None:
             words += ["--target", f"{self.target:g}"]
-        for name, value in self.base.model_dump(exclude_defaults=True, exclude={"method", "seed"}).items():
-            words += [flag(f"no_{name}")] if value is False else [flag(name), str(value)]
-        return shlex.join(words)
+        return shlex.join(words + self.base.typed("method", "seed"))
 
     def facts(self) -> dict[str, Any]:
         """What was found, as plain data."""
@@ -132,28 +134,9 @@ class Comparison:
     def _check(self) -> None:
         """Build every method once, and look whether runs that lie in the folder are of this comparison."""
         for method in self.methods:
-            self._setup(method, self.seeds[0])
+            self._series.setup(self.config(method, self.seeds[0]))
             for seed in self.seeds:
-                path = self.folder / self.place(method, seed)
-                if (path / "config.toml").exists():
-                    changed = RunFolder(path).config.differences(self.config(method, seed))
-                    if changed:
-                        raise FedAlloyError(
-                            f"{path} was run with other settings ({', '.join(changed)}); give another --out"
-                        )
-
-    def _setup(self, method: str, seed: int) -> Setup:
-        """The federation of a seed is dealt once."""
-        setup = Setup(self.config(method, seed), self._dealt.get(seed))
-        self._dealt.clear()
-        self._dealt[seed] = setup.federation
-        return setup
-
-    def _play(self, method: str, seed: int, on_round: OnRound | None, on_reply: OnReply | None) -> Result:
-        path, config = self.folder / self.place(method, seed), self.config(method, seed)
-        if (path / "config.toml").exists():
-            return resume(path, config, on_round, on_reply)
-        return play(self._setup(method, seed), RunFolder.create(path, config), on_round, on_reply)
+                check_settings(self.folder / self.place(method, seed), self.config(method, seed))
 
     def _describe(self) -> None:
         runs = {

@@ -59,6 +59,10 @@ class Config(pydantic.BaseModel):
     test_share: Rest = Field(
         default=0.0, description="Share of its data that each client holds out for testing."
     )
+    validation: Rest = Field(
+        default=0.0,
+        description="Share of the training samples that is held out and scored in place of the test set.",
+    )
     augment: str = Field(default="none", description="none, crop:PIXELS, flip, or 'crop:4,flip'.")
     participation: Share = Field(default=1.0, description="Share of the clients that take part in a round.")
     rounds: AtLeastOne = Field(default=20, description="How many rounds.")
@@ -142,6 +146,13 @@ class Config(pydantic.BaseModel):
     def toml(self) -> str:
         return tomli_w.dumps({name: value for name, value in self.model_dump().items() if value is not None})
 
+    def typed(self, *but: str) -> list[str]:
+        """What to type for the settings that are not the default, but for these."""
+        words = []
+        for name, value in self.model_dump(exclude_defaults=True, exclude=set(but)).items():
+            words += [flag(f"no_{name}")] if value is False else [flag(name), str(value)]
+        return words
+
     def differences(self, other: "Config") -> list[str]:
         """Settings that change the numbers and are not the same, as flags."""
         mine, theirs = self.model_dump(), other.model_dump()
@@ -155,7 +166,17 @@ class Config(pydantic.BaseModel):
     @property
     def dealing(self) -> dict[str, Any]:
         """The settings that make the federation: the arguments of `federate`."""
-        names = ("data", "clients", "skew", "seed", "test_share", "data_root", "augment", "limit")
+        names = (
+            "data",
+            "clients",
+            "skew",
+            "seed",
+            "test_share",
+            "data_root",
+            "augment",
+            "limit",
+            "validation",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedalloy.client import ClientData, Info
 from fedalloy.data import Dataset, Dirichlet, Prepare, Skew, Split, load, parse_augment, parse_skew, partition
+from fedalloy.errors import FedAlloyError
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,13 @@ def federate(
     data_root: str | Path | None = None,
     augment: str = "none",
     limit: int | None = None,
+    validation: float = 0.0,
 ) -> Federation:
     """Deal a data set to clients; with a limit, that many of its training samples.
+
+    With `validation` that share of the training samples is held out and takes the place of the test set, which is
+    neither dealt nor scored. With a `test_share` the test samples are only known once they are dealt: then it is a
+    share of what each client trains on.
 
     >>> federate("digits", clients=10, skew="dirichlet:0.1").clients
     10
@@ -81,8 +87,14 @@ def federate(
     dataset = data if isinstance(data, Dataset) else load(data, root)
     if limit is not None:
         dataset = dataset.limited(limit, seed)
+    if not 0 <= validation < 1:
+        raise FedAlloyError(f"validation {validation} is out of range; expected 0 up to, but below, 1")
+    if validation and not test_share:
+        dataset = dataset.validating(validation, seed)
     chosen = parse_skew(skew) if isinstance(skew, str) else skew
     split = partition(dataset, clients, chosen, seed, test_share)
+    if validation and test_share:
+        split = split.validating(validation, seed)
     origin: dict[str, object] = {
         "data": dataset.name if isinstance(data, Dataset) else data,
         "data_root": str(root) if root is not None else None,
@@ -92,5 +104,6 @@ def federate(
         "test_share": test_share,
         "augment": augment,
         "limit": limit,
+        "validation": validation,
     }
     return Federation(dataset, split, Prepare.of(dataset, parse_augment(augment)), origin)

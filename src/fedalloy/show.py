@@ -17,8 +17,10 @@ from fedalloy.report import comparison_tables, read_comparison, read_run, run_ta
 from fedalloy.report.figures import drawn_partition
 from fedalloy.report.files import write_text
 from fedalloy.report.runs import Partition
-from fedalloy.report.units import in_bytes
+from fedalloy.report.statistics import LAST, estimate
+from fedalloy.report.units import in_bytes, in_percent
 from fedalloy.run import Result
+from fedalloy.tune import Tuning
 
 GAP = 2  # between columns
 
@@ -28,6 +30,7 @@ def run(console: Console, result: Result, page: Path) -> None:
     console.print(
         f"[bold]{escape(summary['title'])}[/] on {escape(config.data)}: {escape(summary['model'])}, "
         f"{config.clients} clients, {escape(config.skew)}, seed {config.seed}"
+        + (f"; scored on a validation split of {100 * config.validation:g} %" if config.validation else "")
     )
     for table in run_tables(read_run(result.folder)):
         _print(console, table)
@@ -43,6 +46,32 @@ def comparison(console: Console, folder: Path) -> None:
     for table in comparison_tables(read_comparison(folder)):
         _print(console, table)
     files(console, report=folder / "report.html", Markdown=folder / "table.md", LaTeX=folder / "table.tex")
+
+
+def tuning(console: Console, found: Tuning) -> None:
+    """Trials, best first, and what to type for the best."""
+    ranked = found.best_first()
+    rows = []
+    for trial in ranked:
+        values = [f"{trial.point[name]:g}" for name in found.space.axes]
+        known = estimate(accuracy for accuracy in trial.accuracies if accuracy is not None)
+        shown = "diverged" if trial.accuracy is None else in_percent(known)
+        best = trial.accuracy is not None and trial.accuracy == ranked[0].accuracy
+        texts = (str(trial.number), *values, shown)
+        rows.append(tuple(report.Cell(text, "best" if best else "none") for text in texts))
+    held = (
+        f"Mean of the last {LAST} evaluations, on {100 * found.base.validation:g} % of the training samples"
+    )
+    notes = (f"{held}; the test set was not looked at.",)
+    columns = ("Trial", *found.space.axes, "Accuracy (%)")
+    _print(console, report.Table(f"{found.space.method}: {len(rows)} trials", columns, tuple(rows), notes))
+    if ranked[0].accuracy is None:
+        console.print("[bold red]every trial diverged[/]; try smaller --lr-values")
+    else:
+        console.print("\nThe best on the test set:")
+        for command in found.commands(ranked[0]).values():
+            console.print(escape(command), soft_wrap=True)
+    files(console, folder=found.folder)
 
 
 def tables(console: Console, drawn: Iterable[report.Table]) -> None:

@@ -40,6 +40,20 @@ class Dataset:
         if not 1 <= samples <= self.train:
             raise FedAlloyError(f"--limit {samples}: {self.name!r} has 1 to {self.train} samples to train on")
         drawn = torch.randperm(self.train, generator=generator(seed, "limit"))[:samples].sort().values
-        kept = torch.cat([drawn, torch.arange(self.train, len(self.y))])
+        return self._of(drawn, torch.arange(self.train, len(self.y)))
+
+    def validating(self, share: float, seed: int) -> Self:
+        """A share of the training samples, drawn at random, in place of the test samples, which all go."""
+        held = round(self.train * share)
+        if not 1 <= held < self.train:
+            raise FedAlloyError(
+                f"--validation {share:g} of {self.train} training samples is {held}; "
+                "take a share that leaves some on both sides, such as 0.2"
+            )
+        drawn = torch.randperm(self.train, generator=generator(seed, "validation"))
+        return self._of(drawn[held:].sort().values, drawn[:held].sort().values)
+
+    def _of(self, train: Tensor, test: Tensor) -> Self:
+        kept = torch.cat([train, test])
         domain = None if self.domain is None else self.domain[kept]
-        return replace(self, x=self.x[kept], y=self.y[kept], train=samples, domain=domain)
+        return replace(self, x=self.x[kept], y=self.y[kept], train=len(train), domain=domain)

@@ -54,6 +54,19 @@ class Split:
         owner[torch.searchsorted(self.global_test, self.test_index[ours])] = holder[ours]
         return owner
 
+    def validating(self, share: float, seed: int) -> "Split":
+        """A share of each client's training samples, drawn at random, in place of all test samples."""
+        holder = torch.arange(self.clients).repeat_interleave(self.train_offsets.diff())
+        held = _held_out(holder, self.clients, share, generator(seed, "validation"))
+        if not held.any():
+            raise FedAlloyError(
+                f"--validation {share:g} is less than a sample of each client; take more, such as 0.2"
+            )
+        train, train_offsets = _compress(holder.masked_fill(held, -1), self.clients)
+        test, test_offsets = _compress(holder.masked_fill(~held, -1), self.clients)
+        index = self.train_index
+        return Split(index[train], train_offsets, index[test], test_offsets, index[test].sort().values)
+
 
 def partition(dataset: Dataset, clients: int, skew: Skew, seed: int, test_share: float = 0.0) -> Split:
     """Deal the training samples to the clients, and give every client a local test set.

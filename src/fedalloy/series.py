@@ -1,0 +1,42 @@
+"""Runs one after the other: what is finished is not run again, what is half done carries on."""
+
+from pathlib import Path
+from typing import Any
+
+from fedalloy.config import Config
+from fedalloy.errors import FedAlloyError
+from fedalloy.federation import Federation
+from fedalloy.folder import RunFolder
+from fedalloy.run import OnReply, OnRound, Result, Setup, play, resume
+
+
+class Series:
+    """Runs that may share a federation, which is dealt once for those that follow each other."""
+
+    def __init__(self) -> None:
+        self._dealt: tuple[dict[str, Any], Federation] | None = None
+
+    def setup(self, config: Config) -> Setup:
+        dealing, federation = self._dealt or ({}, None)
+        setup = Setup(config, federation if dealing == config.dealing else None)
+        self._dealt = config.dealing, setup.federation
+        return setup
+
+    def play(
+        self, path: Path, config: Config, on_round: OnRound | None = None, on_reply: OnReply | None = None
+    ) -> Result:
+        if (path / "config.toml").exists():
+            return resume(path, config, on_round, on_reply)
+        return play(self.setup(config), RunFolder.create(path, config), on_round, on_reply)
+
+
+def check_settings(path: Path, config: Config) -> None:
+    """Whether a run that lies here is the one that is meant."""
+    if (path / "config.toml").exists() and (changed := RunFolder(path).config.differences(config)):
+        raise FedAlloyError(f"{path} was run with other settings ({', '.join(changed)}); give another --out")
+
+
+def rounds_left(path: Path, config: Config) -> int:
+    """Rounds that are still to be played, for a progress bar."""
+    folder = RunFolder(path)
+    return 0 if folder.summary() else config.rounds - len(folder.history())
