@@ -1,4 +1,4 @@
-"""Every method for different models, on federations that mix architectures: same bits on every engine and after a stop."""
+"""Methods for different models on federations that mix architectures: same bits on every engine and after a stop."""
 
 from pathlib import Path
 from typing import Any

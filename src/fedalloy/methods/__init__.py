@@ -28,8 +28,8 @@ from fedalloy.methods.fedrep import fedrep
 from fedalloy.methods.fedsce import fedsce
 from fedalloy.methods.fedsol import fedsol
 from fedalloy.methods.fedsub import fedsub
-from fedalloy.methods.feduv import feduv
 from fedalloy.methods.fedtgp import fedtgp
+from fedalloy.methods.feduv import feduv
 from fedalloy.methods.fml import fml
 from fedalloy.methods.local import local
 from fedalloy.methods.moon import moon
@@ -66,8 +66,8 @@ __all__ = [
     "fedsce",
     "fedsol",
     "fedsub",
-    "feduv",
     "fedtgp",
+    "feduv",
     "fml",
     "local",
     "moon",
