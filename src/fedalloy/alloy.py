@@ -17,7 +17,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.wire import Items, Reply, Slot
 
 if TYPE_CHECKING:
-    from fedalloy.client import Client, Step
+    from fedalloy.client import Client, ClientData, Step
     from fedalloy.diagnostics import Seen
     from fedalloy.server import Server
     from fedalloy.site import Site
@@ -66,6 +66,10 @@ class Mechanism:
         return {}
 
     @property
+    def told(self) -> Slots:  # what clients say of the final model, asked once after the last round
+        return {}
+
+    @property
     def needs(self) -> Names:  # what another part must give
         return NOTHING
 
@@ -100,6 +104,11 @@ class Mechanism:
     def everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
         return False
+
+    @property
+    def asks_everyone(self) -> bool:
+        """Whether every client is asked after the last round, or only those that took part in it."""
+        return True
 
     @property
     def shares(self) -> str | None:
@@ -142,6 +151,10 @@ class Mechanism:
         """What goes up; the keys must equal `up`."""
         return {}
 
+    def tell(self, site: Site, data: ClientData) -> Items:
+        """After the last round, of the final global model, which stands in `site`: keys as in `told` (a claim)."""
+        return {}
+
     def adapt(self, client: Client, my: Box) -> None:
         """Fine-tune a personal model before it is evaluated."""
 
@@ -180,6 +193,9 @@ class Mechanism:
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
+    def conclude(self, server: Server, my: Box, told: Iterator[Items]) -> None:
+        """After the last round: what clients told, one after the other in ascending id."""
+
     def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
         """Models to evaluate beside or, under the name "global", instead of the server's weights."""
         return {}
@@ -210,6 +226,7 @@ CLAIMED_HOOKS = {
     "weigh": "the aggregation weights",
     "predict": "the prediction",
     "encode": "the compression",
+    "tell": "the question after the last round",
 }
 
 

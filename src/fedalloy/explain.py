@@ -18,7 +18,7 @@ from fedalloy.nets.measure import samples
 from fedalloy.ranges import expected, hints
 from fedalloy.server import Server
 from fedalloy.site import Site
-from fedalloy.wire import Spec
+from fedalloy.wire import Slot, Spec
 
 MOMENTS = {
     "build": "changes the model",
@@ -31,6 +31,7 @@ MOMENTS = {
     "gradient": "wraps the gradient",
     "trained": "has the last word on the model",
     "finish": "ends local training",
+    "tell": "asks clients after the last round",
     "adapt": "adapts before evaluation",
     "predict": "predicts",
     "weigh": "weighs the replies",
@@ -54,7 +55,7 @@ class Explanation:
         site = Site(self.method, self.model, self.inputs, seed=0)
         server_state, client_state = _states(self.method, site)
         down, up = site.specs("down"), site.specs("up")
-        wire = _wire("down", down) + _wire("up", up)
+        wire = _wire("down", down) + _wire("up", up) + _asked(self.method, site)
         if any(spec.slot.reduce == "mean" for spec in up.values()):
             wire.append({"direction": "up", "slot": "samples", "shape": [], "reduce": "all", "bytes": 8})
         size = size_of(self.model, self.inputs)
@@ -148,6 +149,16 @@ def _wire(direction: str, specs: dict[str, Spec]) -> list[dict[str, Any]]:
         }
         for key, spec in specs.items()
     ]
+
+
+def _asked(method: Alloy, site: Site) -> list[dict[str, Any]]:
+    """The final model and what clients tell of it, where they are asked after the last round."""
+    if not method.with_hook("tell"):
+        return []
+    model = {"model.weights": site.initial, "model.buffers": site.initial_buffers}
+    down = {key: Spec(Slot(), tuple(value.shape)) for key, value in model.items()}
+    rows = _wire("down", down) + _wire("up", site.specs("told"))
+    return [{**row, "reduce": "once, at the end"} for row in rows]
 
 
 def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:

@@ -17,6 +17,7 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0, lt=1)]
 Share01 = Annotated[float, Interval(gt=0, le=1)]
 AtLeastOne = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0)]
 
 Width = Annotated[int, Interval(ge=1, le=16384)]
 Depth = Annotated[int, Interval(ge=0, le=64)]

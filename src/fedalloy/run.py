@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from fedalloy.random import generator
 from fedalloy.server import Outcome, Server
 from fedalloy.site import Sites
 from fedalloy.storage import fingerprint
-from fedalloy.wire import Reply, bytes_of, diverged
+from fedalloy.wire import Mail, Reply, bytes_of, diverged
 from fedalloy.workshop import Workshop
 
 Record = dict[str, Any]
@@ -218,10 +218,7 @@ def one_round(
     server.round = number
     chosen = sample(federation, config.participation, config.seed, number, everyone=setup.method.everyone)
     mails = [server.send(client) for client in chosen]
-    bytes_down: dict[str, int] = {}
-    for mail in mails:
-        for key, count in bytes_of(mail.items).items():
-            bytes_down[key] = bytes_down.get(key, 0) + count
+    bytes_down = sent_by(mails)
     watch.lap("other")
     mails.sort(key=lambda mail: -int(federation.sizes[mail.client]))  # longest first
     waiting = Waiting(engine.carry(mails), partial(on_reply, number) if on_reply else None, len(mails))
@@ -229,6 +226,9 @@ def one_round(
     watch.lap("aggregate")
     watch.move("aggregate", "train", waiting.seconds)
     blown = _diverged(server, outcome)
+    if not blown and number == config.rounds:
+        ask(setup, server, engine, outcome, bytes_down)
+        watch.lap("other")
     metrics = None
     if not blown and (number % config.eval_every == 0 or number == config.rounds):
         metrics = evaluate(server, federation, engine, config.eval_clients)
@@ -252,6 +252,29 @@ def one_round(
         **({"diagnostics": diagnostics} if diagnostics else {}),
         **({"diverged": True} if blown else {}),
     }
+
+
+def ask(setup: Setup, server: Server, engine: Engine, outcome: Outcome, bytes_down: dict[str, int]) -> None:
+    """After the last round: a question about the final model, if the method has one; added to the round's outcome."""
+    asker = setup.method.claimant("tell")
+    if asker is None:
+        return
+    everyone = setup.federation.eligible
+    asked = everyone if asker.asks_everyone else [reply.client for reply in outcome.accepted]
+    mails = [server.question(client) for client in asked]
+    bytes_down |= sent_by(mails)
+    told = server.conclude(asked, engine.carry(mails))
+    outcome.refused |= told.refused
+    outcome.bytes_up |= told.bytes_up
+
+
+def sent_by(mails: Sequence[Mail]) -> dict[str, int]:
+    """Bytes per item, over all mails."""
+    total: dict[str, int] = {}
+    for mail in mails:
+        for key, count in bytes_of(mail.items).items():
+            total[key] = total.get(key, 0) + count
+    return total
 
 
 def sample(

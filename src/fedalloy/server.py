@@ -10,7 +10,7 @@ from fedalloy.alloy import Alloy, Box, Mechanism
 from fedalloy.client import Info, Local
 from fedalloy.random import generator
 from fedalloy.site import Site
-from fedalloy.wire import Errand, Items, Mail, Reply, bytes_of, refusal
+from fedalloy.wire import Errand, Items, Mail, Reply, Spec, bytes_of, refusal
 
 
 @dataclass
@@ -76,15 +76,7 @@ class Server:
         fold = Fold(self.method)
         claimant = self.method.claimant("weigh")
         held: list[Reply] = []
-        due = set(expected)
-        for reply in in_order(sorted(expected), replies):
-            for key, count in bytes_of(reply.items).items():
-                outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
-            why = self._stray(reply, expected, due) or refusal(reply, self._declared, weighed=self.weighed)
-            if why:
-                outcome.refused.setdefault(reply.client, why)
-                continue
-            outcome.accepted.append(_without_items(reply))
+        for reply in self._usable(expected, replies, self._declared, outcome, weighed=self.weighed):
             reply = replace(reply, items=self.site.unpack("up", reply.items, self.weights, self.round))
             for piece in self.method.with_hook("absorb"):
                 piece.absorb(self, self.box(piece), reply)
@@ -106,6 +98,45 @@ class Server:
             box.memo.clear()
         return outcome
 
+    def question(self, client: int) -> Mail:
+        """The final global model, for a client to tell something of."""
+        weights, buffers = self.shown()["global"]
+        return Mail("tell", self.round, client, {"model.weights": weights, "model.buffers": buffers})
+
+    @torch.no_grad()
+    def conclude(self, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
+        """Hand what clients told to the mechanism that asked, one usable reply after the other."""
+        outcome, asker = Outcome(), self.method.claimant("tell")
+        assert asker is not None
+        usable = self._usable(expected, replies, self.site.specs("told"), outcome, weighed=False)
+        told = ({name: reply.items[f"{asker.label}.{name}"] for name in asker.told} for reply in usable)
+        asker.conclude(self, self.box(asker), told)
+        for _ in told:  # whoever was not listened to
+            pass
+        self.box(asker).memo.clear()
+        return outcome
+
+    def _usable(
+        self,
+        expected: Sequence[int],
+        replies: Iterable[Reply],
+        declared: Mapping[str, Spec],
+        outcome: Outcome,
+        *,
+        weighed: bool,
+    ) -> Iterator[Reply]:
+        """Check every reply, in ascending client id; what came and what was refused goes into the outcome."""
+        due = set(expected)
+        for reply in in_order(sorted(expected), replies):
+            for key, count in bytes_of(reply.items).items():
+                outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
+            why = self._stray(reply, expected, due) or refusal(reply, declared, weighed=weighed)
+            if why:
+                outcome.refused.setdefault(reply.client, why)
+                continue
+            outcome.accepted.append(_without_items(reply))
+            yield reply
+
     def _stray(self, reply: Reply, expected: Sequence[int], due: set[int]) -> str | None:
         """Why nobody waits for a reply, or None; `due` are the clients that have not answered yet."""
         if reply.client not in due:
@@ -118,7 +149,7 @@ class Server:
         if "global model" not in self.method.gives:
             return {}
         models = {"global": self.weights}
-        for piece in self.method.with_hook("shown"):
+        for piece in sorted(self.method.with_hook("shown"), key=lambda piece: piece.has("tell")):  # that last
             models |= piece.shown(self, self.box(piece))
         buffers = self.buffers if len(self.buffers) else self.site.initial_buffers
         return {name: (flat, buffers) for name, flat in models.items()}

@@ -34,7 +34,13 @@ class Workshop:
 
     def open(self, mail: Mail) -> Reply:
         """Do what the mail says."""
-        return {"train": self._train, "evaluate": self._evaluate, "score": self._score}[mail.errand](mail)
+        errands = {
+            "train": self._train,
+            "evaluate": self._evaluate,
+            "score": self._score,
+            "tell": self._tell,
+        }
+        return errands[mail.errand](mail)
 
     def _train(self, mail: Mail) -> Reply:
         """One round of training; the client's private state goes back to the vault before the reply leaves."""
@@ -62,6 +68,21 @@ class Workshop:
             index = self.federation.split.global_test
             y = self.federation.dataset.y[index]
             items["global"] = (scores(self.federation.dataset.x[index]).argmax(1) == y).sum()
+        return Reply(mail.round, mail.client, items, seconds=time.perf_counter() - began)
+
+    @torch.no_grad()
+    def _tell(self, mail: Mail) -> Reply:
+        """What the client tells of the model that the mail brought."""
+        began = time.perf_counter()
+        site, asker = self.sites.of(mail.client), self.method.claimant("tell")
+        assert asker is not None
+        site.weights.load(mail.items["model.weights"], mail.items["model.buffers"])
+        site.net.eval()
+        told = asker.tell(site, self.federation.client(mail.client))
+        assert told.keys() == asker.told.keys(), (
+            f"{asker} declared {sorted(asker.told)} but told {sorted(told)}"
+        )
+        items = {f"{asker.label}.{name}": value for name, value in told.items()}
         return Reply(mail.round, mail.client, items, seconds=time.perf_counter() - began)
 
     @torch.inference_mode()
