@@ -50,6 +50,7 @@ ROWS = (
     Row("fedsub(ratio=0.5, projector=haar)", private=True, indispensable=True),
     Row("fedsol", zero=("fedsol(rho=0)", "fedavg")),
     Row("fedfa(calib_lr=0.1)", zero=("fedfa(lam=0, calibration=none)", "fedavg")),
+    Row("ccvr(samples=20, head_epochs=2)", zero=("ccvr(samples=0)", "fedavg")),
     Row("fedfaaug", models=(CONVOLUTIONS,), zero=("fedfaaug(prob=0)", "fedavg")),
 )
 
@@ -73,6 +74,7 @@ VARIANTS = (
     Row("fedrda(encoder=orthogonal, decomposition=qr, scores=logits)", models=(PLAIN,)),
     Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
+    Row("feddyn(alpha=0.1)+virtualfeatures(cov='diag', relu_clip=True)", private=True, models=(NORMED,)),
     Row("fedfa(calibration=epoch, calib_lr=0.1, official_mean=True, class_weighted=True)", models=(PLAIN,)),
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
 )

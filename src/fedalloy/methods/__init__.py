@@ -1,6 +1,7 @@
 """One file per paper: the mechanisms it introduced, then its recipe."""
 
 from fedalloy.methods.balancedsoftmax import balancedsoftmax
+from fedalloy.methods.ccvr import ccvr
 from fedalloy.methods.fedavg import fedavg
 from fedalloy.methods.fedblade import fedblade
 from fedalloy.methods.feddecorr import feddecorr
@@ -22,6 +23,7 @@ from fedalloy.methods.ssf import ssf
 
 __all__ = [
     "balancedsoftmax",
+    "ccvr",
     "fedavg",
     "fedblade",
     "feddecorr",
