@@ -15,7 +15,7 @@ from torch import Tensor
 import fedalloy
 from fedalloy import registry
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Local, Step, client_model, client_round
+from fedalloy.client import Client, Local, Step, client_model, client_round, client_told
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
 from fedalloy.federation import federate
@@ -84,6 +84,9 @@ def trained(method: Alloy) -> Server:
                 replies.append(reply)
             outcome = server.receive(list(keeps), replies)
             assert not outcome.refused, outcome.refused
+            for asker in method.asking(last=server.round == 2):
+                told = [client_told(method, site, FED.client(k), server.question(asker, k)) for k in keeps]
+                assert not server.hear(asker, list(keeps), told).refused
         if method.personal:
             mail, data = server.send(0, "evaluate"), FED.client(0)
             tested = client_model(method, site, data, FED.info, LOCAL, keeps[0], mail, seed=0)

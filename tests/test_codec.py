@@ -440,12 +440,11 @@ def test_held_rows_fold_like_full_ones(held: list[list[int]]) -> None:
             "rows": Slot("class_mean", (dim, 3), counts="counts"),
             "counts": Slot("sum", ("classes",), torch.int64),
         }
-        piece = _Slots(tuple(slots.items()))
-        fold = Fold(alloy("fold", piece))
+        fold = Fold(slots)
         for client, values in rows.items():
             own = torch.tensor(held[client])
-            fold.add(Reply(1, client, {"_slots.rows": values, "_slots.counts": own}), 1.0)
-        found = fold.got(piece)["rows"]
+            fold.add(Reply(1, client, {"rows": values, "counts": own}))
+        found = fold.got()["rows"]
         assert isinstance(found, Tensor)
         return found
 

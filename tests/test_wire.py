@@ -333,10 +333,16 @@ def test_strays_are_refused(stray: Reply, why: str) -> None:
 
 
 def folded(replies: Sequence[Reply]) -> Mapping[str, Any]:
-    fold = Fold(MEANS)
+    fold = Fold(MEANS.pieces[0].up)
     for reply in replies:
-        fold.add(reply, float(reply.samples))
-    return fold.got(MEANS.pieces[0])
+        fold.add(bare(reply), float(reply.samples))
+    return fold.got()
+
+
+def bare(reply: Reply) -> Reply:
+    """Its items by the names of the slots."""
+    items = {key.partition(".")[2]: value for key, value in reply.items.items()}
+    return dataclasses.replace(reply, items=items)
 
 
 def stack(replies: Sequence[Reply], name: str) -> "np.ndarray[Any, np.dtype[Any]]":
@@ -404,13 +410,12 @@ def test_order_would_matter_without_sorting() -> None:
     """Else the test above proves nothing."""
     results = set()
     for shift in range(5):
-        fold = Fold(MEANS)
+        fold = Fold(MEANS.pieces[0].up)
         for client in range(5):
             value = torch.tensor([1e16, 1.0, -1e16, 3.0, 1e-3][(client + shift) % 5], dtype=torch.float64)
-            fold.add(
-                dataclasses.replace(reply_of(client), items=reply_of(0).items | {"_means.sum": value}), 1.0
-            )
-        results.add(float(fold.got(MEANS.pieces[0])["sum"]))  # type: ignore[arg-type]
+            reply = dataclasses.replace(reply_of(client), items=reply_of(0).items | {"_means.sum": value})
+            fold.add(bare(reply), 1.0)
+        results.add(float(fold.got()["sum"]))  # type: ignore[arg-type]
     assert len(results) > 1
 
 

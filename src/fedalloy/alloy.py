@@ -18,7 +18,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.wire import Items, Reply, Slot
 
 if TYPE_CHECKING:
-    from fedalloy.client import Client, Step
+    from fedalloy.client import Client, ClientData, Step
     from fedalloy.diagnostics import Seen
     from fedalloy.server import Server
     from fedalloy.site import Site
@@ -70,6 +70,10 @@ class Mechanism:
         return {}
 
     @property
+    def told(self) -> Slots:  # what clients say of the new global model when the server asks
+        return {}
+
+    @property
     def needs(self) -> Names:  # what another part must give
         return NOTHING
 
@@ -103,6 +107,16 @@ class Mechanism:
     @property
     def everyone(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
+        return False
+
+    @property
+    def asks_at_end(self) -> bool:
+        """Whether the question is put once, after the last round, or in every round."""
+        return False
+
+    @property
+    def asks_everyone(self) -> bool:
+        """Whether every client is asked, or only those that took part in the round."""
         return False
 
     @property
@@ -144,6 +158,10 @@ class Mechanism:
 
     def finish(self, client: Client, my: Box) -> Items:
         """What goes up; the keys must equal `up`."""
+        return {}
+
+    def tell(self, site: Site, data: ClientData) -> Items:
+        """Asked about the new global model, which stands in `site`: the keys must equal `told`; nothing is kept."""
         return {}
 
     def adapt(self, client: Client, my: Box) -> None:
@@ -192,6 +210,9 @@ class Mechanism:
 
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
+
+    def hear(self, server: Server, my: Box, told: Iterator[Reply]) -> None:
+        """What clients tell when they are asked, usable replies one by one in ascending id, keys as in `told`."""
 
     def shown(self, server: Server, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
         """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
@@ -293,6 +314,10 @@ class Alloy:
     def whole(self) -> bool:
         """Whether the server holds a whole model, for everybody."""
         return any(piece.shares == "" for piece in self.pieces)
+
+    def asking(self, *, last: bool) -> list[Mechanism]:
+        """The mechanisms that have a question when a round is over."""
+        return [piece for piece in self.pieces if piece.told and (last or not piece.asks_at_end)]
 
     @property
     def personal(self) -> bool:

@@ -10,7 +10,8 @@
                                      ▼
                             trained ─► finish ─► reply, keep
 
-An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict.
+An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict; so does a question about the new
+global model: mail ─► tell.
 """
 
 import time
@@ -25,7 +26,7 @@ from torch.optim.sgd import sgd
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase
 from fedalloy.data import Prepare
-from fedalloy.nets.base import Outputs
+from fedalloy.nets.base import Net, Outputs
 from fedalloy.random import generator
 from fedalloy.site import BATCHNORM, Frozen, Site, seeded
 from fedalloy.wire import Items, Mail, Reply
@@ -185,8 +186,7 @@ class Client:
         """The model as it stands, or a frozen one, over stored samples: eval mode, no augmentation, no gradient."""
         training = self.net.training
         self.net.eval()
-        for batch in torch.split(x, EVAL_BATCH):
-            yield (frozen or self.net)(self.data.prepare(batch, None))
+        yield from outputs(frozen or self.net, self.data, x)
         self.net.train(training)
 
     def full_gradient(self, flat: Tensor) -> Tensor:
@@ -395,6 +395,25 @@ def client_round(
     return Reply(
         mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds, notes
     ), kept
+
+
+def outputs(net: Net | Frozen, data: ClientData, x: Tensor) -> Iterator[Outputs]:
+    """A model over stored samples."""
+    for batch in torch.split(x, EVAL_BATCH):
+        yield net(data.prepare(batch, None))
+
+
+@torch.no_grad()
+def client_told(method: Alloy, site: Site, data: ClientData, mail: Mail) -> Reply:
+    """What a client tells the mechanism that asks, of the model that the mail brought."""
+    began = time.perf_counter()
+    label = next(iter(mail.items)).partition(".")[0]
+    asker = next(piece for piece in method if piece.label == label)
+    site.showing("global", mail.items[f"{label}.weights"], mail.items[f"{label}.buffers"])
+    told = asker.tell(site, data)
+    assert told.keys() == asker.told.keys(), f"{asker} declared {sorted(asker.told)} but told {sorted(told)}"
+    items = {f"{label}.{name}": value for name, value in told.items()}
+    return Reply(mail.round, mail.client, items, data.samples, seconds=time.perf_counter() - began)
 
 
 def client_model(

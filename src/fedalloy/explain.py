@@ -22,7 +22,7 @@ from fedalloy.papers import page
 from fedalloy.ranges import expected, hints
 from fedalloy.server import Server
 from fedalloy.site import Site
-from fedalloy.wire import Spec
+from fedalloy.wire import Slot, Spec
 
 MOMENTS = {
     "build": "changes the model",
@@ -35,6 +35,7 @@ MOMENTS = {
     "gradient": "wraps the gradient",
     "trained": "has the last word on the model",
     "finish": "ends local training",
+    "tell": "asks clients about the new global model",
     "adapt": "adapts before evaluation",
     "predict": "predicts",
     "weigh": "weighs the replies",
@@ -58,7 +59,7 @@ class Explanation:
         site = Site(self.method, self.model, self.inputs, seed=0)
         server_state, client_state = _states(self.method, site)
         down, up = site.specs("down"), site.specs("up")
-        wire = _wire("down", down) + _wire("up", up)
+        wire = _wire("down", down) + _wire("up", up) + _asked(self.method, site)
         if any(spec.slot.reduce == "mean" for spec in up.values()):
             wire.append({"direction": "up", "slot": "samples", "shape": [], "reduce": "all", "bytes": 8})
         size = size_of(self.model, self.inputs)
@@ -221,6 +222,18 @@ def _wire(direction: str, specs: dict[str, Spec]) -> list[dict[str, Any]]:
         }
         for key, spec in specs.items()
     ]
+
+
+def _asked(method: Alloy, site: Site) -> list[dict[str, Any]]:
+    """The new global model and what clients tell of it, where a mechanism asks."""
+    rows, told = [], site.specs("told")
+    for piece in method.asking(last=True):
+        model = {"weights": site.initial, "buffers": site.initial_buffers}
+        down = {f"{piece.label}.{name}": Spec(Slot(), tuple(value.shape)) for name, value in model.items()}
+        up = {key: told[key] for key in (f"{piece.label}.{name}" for name in piece.told)}
+        asked = _wire("down", down) + _wire("up", up)
+        rows += [{**row, "reduce": "once, at the end"} for row in asked] if piece.asks_at_end else asked
+    return rows
 
 
 def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:

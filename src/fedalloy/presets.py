@@ -54,6 +54,7 @@ PRESETS = {
             "feddecorr(beta=0.1)",
             "fedrcl",
             "fedproto(lam=1)",
+            "fedfm",
             "fedetf",
             "fedblade",
         ),
@@ -82,6 +83,8 @@ PRESETS = {
             "feduv",
             "fedsol",
             "fedfa",
+            "fedfm",
+            "fedpac",
             "fedrda",
         ),
         {
@@ -98,7 +101,7 @@ PRESETS = {
     ),
     "fedsce": Preset(
         "FedSCE, Table 2, Office-Caltech-10, one client per domain, half of its images for testing",
-        ("local", "fml", "fedkd", "feddistill", "fedproto", "fedsce"),
+        ("local", "fml", "fedkd", "feddistill", "fedproto", "fedtgp", "fedsce"),
         {
             "data": "office10",
             "models": "resnet18,resnet34,resnet50,vit-b16,vit-b32",

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fedalloy import registry
-from fedalloy.alloy import Alloy
+from fedalloy.alloy import Alloy, Mechanism
 from fedalloy.config import Config
 from fedalloy.diagnose import examine, mean_notes, numbers, snapshot
 from fedalloy.engines.base import Engine
@@ -33,7 +33,7 @@ from fedalloy.random import generator
 from fedalloy.server import Outcome, Server
 from fedalloy.site import Sites
 from fedalloy.storage import fingerprint
-from fedalloy.wire import Reply, bytes_of, diverged
+from fedalloy.wire import Mail, Reply, bytes_of, diverged
 from fedalloy.workshop import Workshop
 
 Record = dict[str, Any]
@@ -227,10 +227,7 @@ def one_round(
     server.round = number
     chosen = sample(federation, config.participation, config.seed, number, everyone=setup.method.everyone)
     mails = [server.send(client) for client in chosen]
-    bytes_down: dict[str, int] = {}
-    for mail in mails:
-        for key, count in bytes_of(mail.items).items():
-            bytes_down[key] = bytes_down.get(key, 0) + count
+    bytes_down = sent_by(mails)
     watch.lap("other")
     mails.sort(key=lambda mail: -int(federation.sizes[mail.client]))  # longest first
     waiting = Waiting(engine.carry(mails), partial(on_reply, number) if on_reply else None, len(mails))
@@ -238,6 +235,9 @@ def one_round(
     watch.lap("aggregate")
     watch.move("aggregate", "train", waiting.seconds)
     blown = _diverged(server, outcome)
+    for asker in [] if blown else setup.method.asking(last=number == config.rounds):
+        bytes_down |= ask(setup, server, engine, asker, outcome)
+        watch.lap("train")
     metrics = None
     if not blown and (number % config.eval_every == 0 or number == config.rounds):
         metrics = evaluate(server, federation, engine, config.eval_clients)
@@ -261,6 +261,26 @@ def one_round(
         **({"diagnostics": diagnostics} if diagnostics else {}),
         **({"diverged": True} if blown else {}),
     }
+
+
+def ask(setup: Setup, server: Server, engine: Engine, asker: Mechanism, outcome: Outcome) -> dict[str, int]:
+    """Put a mechanism's question about the new global model; the round's outcome takes it in. The bytes sent down."""
+    participants = [reply.client for reply in outcome.accepted]
+    asked = setup.federation.eligible if asker.asks_everyone else participants
+    mails = [server.question(asker, client) for client in asked]
+    heard = server.hear(asker, asked, engine.carry(mails))
+    outcome.refused |= heard.refused
+    outcome.bytes_up |= heard.bytes_up
+    return sent_by(mails)
+
+
+def sent_by(mails: Sequence[Mail]) -> dict[str, int]:
+    """Bytes per item, over all mails."""
+    total: dict[str, int] = {}
+    for mail in mails:
+        for key, count in bytes_of(mail.items).items():
+            total[key] = total.get(key, 0) + count
+    return total
 
 
 def sample(

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism
+from fedalloy.alloy import Alloy, Box, Mechanism, Slots
 from fedalloy.client import Info, Local
 from fedalloy.errors import FedAlloyError
 from fedalloy.random import generator
 from fedalloy.site import Site
-from fedalloy.wire import Errand, Items, Mail, Reply, bytes_of, refusal
+from fedalloy.wire import Errand, Items, Mail, Reply, Spec, bytes_of, refusal
 
 
 @dataclass
@@ -74,42 +74,73 @@ class Server:
     def receive(self, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
         """Check every reply, fold them in ascending client id, let every mechanism aggregate."""
         outcome = Outcome()
-        fold = Fold(self.method)
+        folds = {piece.label: Fold(piece.up) for piece in self.method}
         claimant = self.method.claimant("weigh")
         held: list[Reply] = []
+        for reply in self._usable(expected, replies, "up", self._declared, outcome):
+            for piece in self.method.with_hook("absorb"):
+                piece.absorb(self, self.box(piece), reply)
+            if claimant:
+                held.append(reply)  # its weights need every reply
+            else:
+                _add(folds, reply, float(reply.samples))
+        if self.weighed:
+            outcome.bytes_up["samples"] = 8 * (len(outcome.accepted) + len(outcome.refused))
+        if claimant and held:
+            weights = claimant.weigh(self, self.box(claimant), held)
+            for reply, weight in zip(held, weights or [float(r.samples) for r in held], strict=True):
+                _add(folds, reply, weight)
+        self.participants = outcome.accepted
+        if outcome.accepted:
+            for piece in self.method:
+                piece.receive(self, self.box(piece), folds[piece.label].got())
+        for box in self.boxes.values():
+            box.memo.clear()
+        return outcome
+
+    def question(self, asker: Mechanism, client: int) -> Mail:
+        """The global model as it is evaluated, whole, for a client to tell something of."""
+        weights, buffers = self.shown()["global"]
+        items = {f"{asker.label}.weights": weights, f"{asker.label}.buffers": buffers}
+        return Mail("tell", self.round, client, items)
+
+    @torch.no_grad()
+    def hear(self, asker: Mechanism, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
+        """Hand what clients told to the mechanism that asked."""
+        outcome, specs = Outcome(), self.site.specs("told")
+        declared = {key: specs[key] for key in (f"{asker.label}.{name}" for name in asker.told)}
+        usable = self._usable(expected, replies, "told", declared, outcome)
+        told = (replace(reply, items=_of(asker.label, asker.told, reply)) for reply in usable)
+        asker.hear(self, self.box(asker), told)
+        for _ in told:  # whoever was not listened to
+            pass
+        self.box(asker).memo.clear()
+        return outcome
+
+    def _usable(
+        self,
+        expected: Sequence[int],
+        replies: Iterable[Reply],
+        way: str,
+        declared: Mapping[str, Spec],
+        outcome: Outcome,
+    ) -> Iterator[Reply]:
+        """Check every reply, in ascending client id; what came and what was refused goes into the outcome."""
         due = set(expected)
+        weighed = any(spec.slot.reduce == "mean" for spec in declared.values())
         for reply in in_order(sorted(expected), replies):
             for key, count in bytes_of(reply.items).items():
                 outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
-            why = self._stray(reply, expected, due) or refusal(reply, self._declared, weighed=self.weighed)
+            why = self._stray(reply, expected, due) or refusal(reply, declared, weighed=weighed)
             try:
-                items = {} if why else self.site.unpack("up", reply.items, self.weights, self.round)
+                items = {} if why else self.site.unpack(way, reply.items, self.weights, self.round)
             except FedAlloyError as error:
                 why = str(error)
             if why:
                 outcome.refused.setdefault(reply.client, why)
                 continue
             outcome.accepted.append(_without_items(reply))
-            reply = replace(reply, items=items)
-            for piece in self.method.with_hook("absorb"):
-                piece.absorb(self, self.box(piece), reply)
-            if claimant:
-                held.append(reply)  # its weights need every reply
-            else:
-                fold.add(reply, float(reply.samples))
-        if self.weighed:
-            outcome.bytes_up["samples"] = 8 * (len(outcome.accepted) + len(outcome.refused))
-        if claimant and held:
-            weights = claimant.weigh(self, self.box(claimant), held)
-            for reply, weight in zip(held, weights or [float(r.samples) for r in held], strict=True):
-                fold.add(reply, weight)
-        self.participants = outcome.accepted
-        if outcome.accepted:
-            for piece in self.method:
-                piece.receive(self, self.box(piece), fold.got(piece))
-        for box in self.boxes.values():
-            box.memo.clear()
-        return outcome
+            yield replace(reply, items=items)
 
     def _stray(self, reply: Reply, expected: Sequence[int], due: set[int]) -> str | None:
         """Why nobody waits for a reply, or None; `due` are the clients that have not answered yet."""
@@ -128,7 +159,9 @@ class Server:
         )
         if shared == "aux" and "an auxiliary model" in self.method.gives:
             models["aux"] = self.weights
-        for piece in self.method.with_hook("shown"):
+        for piece in sorted(
+            self.method.with_hook("shown"), key=lambda piece: bool(piece.told)
+        ):  # who asked comes last
             models |= piece.shown(self, self.box(piece))
         return {
             name: model if isinstance(model, tuple) else (model, buffers) for name, model in models.items()
@@ -174,39 +207,41 @@ def in_order(expected: Sequence[int], replies: Iterable[Reply]) -> Iterator[Repl
 
 
 class Fold:
-    """Streams replies into one float64 accumulator per slot; never holds them."""
+    """Streams replies into one float64 accumulator for each of a mechanism's slots; never holds them."""
 
-    def __init__(self, method: Alloy) -> None:
-        self._slots = [
-            (f"{piece.label}.{name}", slot, piece) for piece in method for name, slot in piece.up.items()
-        ]
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.replies = 0
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._all: dict[str, dict[int, Tensor]] = {
-            key: {} for key, slot, _ in self._slots if slot.reduce == "all"
+            name: {} for name, slot in slots.items() if slot.reduce == "all"
         }
 
-    def add(self, reply: Reply, weight: float) -> None:
-        for key, slot, piece in self._slots:
-            value = reply.items[key]
+    def add(self, reply: Reply, weight: float = 1.0) -> None:
+        """One more reply, its items by the names of the slots."""
+        self.replies += 1
+        for name, slot in self.slots.items():
+            value = reply.items[name]
             if slot.reduce == "all":
-                self._all[key][reply.client] = value
+                self._all[name][reply.client] = value
             elif slot.reduce == "class_mean":
-                counts = reply.items[f"{piece.label}.{slot.counts}"].double()
+                counts = reply.items[slot.counts].double()
                 rows = value.new_zeros(len(counts), *value.shape[1:], dtype=torch.float64)
                 rows[counts > 0] = value.double() if slot.shape[0] == "held" else value[counts > 0].double()
                 weights = (counts > 0).double() if slot.uniform else counts
-                self._accumulate(key, rows * _rows(weights, rows), weights)
+                self._accumulate(name, rows * _rows(weights, rows), weights)
             else:
                 scale = weight if slot.reduce == "mean" else 1.0
-                self._accumulate(key, value.double() * scale, torch.tensor(scale, dtype=torch.float64))
+                self._accumulate(name, value.double() * scale, torch.tensor(scale, dtype=torch.float64))
 
-    def got(self, piece: Mechanism) -> Mapping[str, object]:
-        """The folded value of each of a mechanism's slots."""
-        return {
-            name: self._result(f"{piece.label}.{name}", slot.reduce, slot.dtype)
-            for name, slot in piece.up.items()
-        }
+    def got(self) -> Mapping[str, object]:
+        """The folded value of each slot; nothing if no reply came."""
+        return (
+            {}
+            if self.replies == 0
+            else {name: self._result(name, slot.reduce, slot.dtype) for name, slot in self.slots.items()}
+        )
 
     def _accumulate(self, key: str, value: Tensor, weight: Tensor) -> None:
         if key in self._sums:
@@ -224,6 +259,16 @@ class Fold:
         if reduce == "class_mean":  # a class nobody holds: rows of zeros, told apart by its count of zero
             return (total / _rows(weight.clamp(min=1), total)).to(dtype)
         return (total / weight).to(dtype)
+
+
+def _add(folds: Mapping[str, Fold], reply: Reply, weight: float) -> None:
+    for label, fold in folds.items():
+        fold.add(replace(reply, items=_of(label, fold.slots, reply)), weight)
+
+
+def _of(label: str, slots: Slots, reply: Reply) -> Items:
+    """A mechanism's own items of a reply, by the names of its slots."""
+    return {name: reply.items[f"{label}.{name}"] for name in slots}
 
 
 def _rows(counts: Tensor, like: Tensor) -> Tensor:

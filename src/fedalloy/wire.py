@@ -19,7 +19,7 @@ from fedalloy.errors import FedAlloyError
 Reduce = Literal["mean", "uniform", "sum", "class_mean", "all"]
 Dim = int | str
 Items = dict[str, Tensor]
-Errand = Literal["train", "evaluate", "score"]
+Errand = Literal["train", "evaluate", "score", "tell"]
 
 MOST_SAMPLES = 10**12  # a client that claims more is not believed
 
@@ -74,7 +74,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Mail:
-    """From the server to one client: train, or evaluate your own model, or score a model on a chunk of data."""
+    """From the server to one client: train, tell of the new global model, evaluate your own, score a chunk."""
 
     errand: Errand
     round: int

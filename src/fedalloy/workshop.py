@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedalloy.alloy import Alloy
-from fedalloy.client import EVAL_BATCH, Local, client_model, client_round
+from fedalloy.client import EVAL_BATCH, Local, client_model, client_round, client_told
 from fedalloy.federation import Federation
 from fedalloy.site import Sites
 from fedalloy.storage import Vault
@@ -34,7 +34,13 @@ class Workshop:
 
     def open(self, mail: Mail) -> Reply:
         """Do what the mail says."""
-        return {"train": self._train, "evaluate": self._evaluate, "score": self._score}[mail.errand](mail)
+        errands = {
+            "train": self._train,
+            "evaluate": self._evaluate,
+            "score": self._score,
+            "tell": self._tell,
+        }
+        return errands[mail.errand](mail)
 
     def _train(self, mail: Mail) -> Reply:
         """One round of training; the client's private state goes back to the vault before the reply leaves."""
@@ -63,6 +69,10 @@ class Workshop:
             y = self.federation.dataset.y[index]
             items["global"] = (scores(self.federation.dataset.x[index]).argmax(1) == y).sum()
         return Reply(mail.round, mail.client, items, seconds=time.perf_counter() - began)
+
+    def _tell(self, mail: Mail) -> Reply:
+        """What a client says of the new global model; its private state is not touched."""
+        return client_told(self.method, self.sites.of(mail.client), self.federation.client(mail.client), mail)
 
     @torch.inference_mode()
     def _score(self, mail: Mail) -> Reply:

@@ -203,13 +203,16 @@ class Overheard:
         self.inner = inner
         self.down: list[Mail] = []
         self.up: list[Reply] = []
+        self.asked: list[Mail] = []  # about the new global model
+        self.told: list[Reply] = []
 
     def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
+        errand = mails[0].errand if mails else ""
+        heard = {"train": self.up, "tell": self.told}.get(errand, [])
         for reply in self.inner.carry(mails):
-            if any(mail.errand == "train" for mail in mails):
-                self.up.append(reply)
+            heard.append(reply)
             yield reply
-        self.down += [mail for mail in mails if mail.errand == "train"]
+        {"train": self.down, "tell": self.asked}.get(errand, []).extend(mails)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -244,6 +247,9 @@ def test_what_is_declared_is_what_is_sent(case: Case, played: Played) -> None:
         assert_declared(mail.items, case.setup.sites.of(mail.client).specs("down"))
     for reply in engine.up:
         assert_declared(reply.items, case.setup.sites.of(reply.client).specs("up"))
+    for reply in engine.told:
+        assert_declared(reply.items, case.setup.sites.of(reply.client).specs("told"))
+    assert bool(engine.told) == bool(case.setup.method.asking(last=True))
 
 
 def test_bytes_are_those_of_the_tensors(case: Case, played: Played) -> None:
@@ -253,6 +259,8 @@ def test_bytes_are_those_of_the_tensors(case: Case, played: Played) -> None:
         replies = [reply for reply in engine.up if reply.round == record["round"]]
         assert len(mails) == len(replies) == len(record["participants"])
         weighed = {"samples": 8 * len(replies)} if server.weighed else {}
+        mails += [mail for mail in engine.asked if mail.round == record["round"]]
+        replies += [reply for reply in engine.told if reply.round == record["round"]]
         assert record["bytes_down"] == line["bytes_down"] == total(mail.items for mail in mails)
         assert record["bytes_up"] == line["bytes_up"] == total(reply.items for reply in replies) | weighed
 
@@ -275,9 +283,12 @@ def test_nothing_but_the_wire_reaches_the_server(case: Case, played: Played) -> 
     bare = [replace(reply, steps=0, seen=0, loss=0.0, seconds=0.0) for reply in first]
     if not told.weighed:
         bare = [replace(reply, samples=1) for reply in bare]
+    answers = [replace(reply, seconds=0.0) for reply in engine.told if reply.round == 1]
     for server, replies in ((told, first), (guessed, bare)):
         server.round = 1
         server.receive(asked, replies)
+        for asker in case.setup.method.asking(last=False):
+            server.hear(asker, asked, answers)
     assert_same(told.state(), guessed.state())
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, ClientData, Local, Step, client_round
+from fedalloy.client import Client, ClientData, Local, Step, client_round, client_told
 from fedalloy.data import Dataset, Prepare, Split, load
 from fedalloy.federation import Federation, federate
 from fedalloy.nets.base import Net
@@ -39,6 +39,7 @@ class Lab:
         self.server = Server(method, self.site, federation.info, self.local, seed)
         self.keeps: dict[int, Items] = {}
         self.replies: dict[int, Reply] = {}  # of the latest round
+        self.told: dict[int, Reply] = {}  # what clients said when they were asked, lately
 
     def round(
         self, clients: Sequence[int] | None = None, *, answer_in: Sequence[int] | None = None
@@ -50,7 +51,18 @@ class Lab:
         self.replies = {client: self.answer(mails[client]) for client in answer_in or chosen}
         outcome = self.server.receive(chosen, self.replies.values())
         assert not outcome.refused
+        for asker in self.method.asking(last=False):
+            assert not self.ask(asker, answer_in or chosen).refused
         return outcome
+
+    def ask(self, asker: Mechanism, clients: Sequence[int]) -> Outcome:
+        """A mechanism's question about the global model as it stands."""
+        mails = [self.server.question(asker, client) for client in clients]
+        self.told = {
+            mail.client: client_told(self.method, self.site, self.federation.client(mail.client), mail)
+            for mail in mails
+        }
+        return self.server.hear(asker, clients, self.told.values())
 
     def rounds(self, *participants: Sequence[int]) -> "Lab":
         for clients in participants:

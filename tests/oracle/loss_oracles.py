@@ -46,6 +46,10 @@ def averaged(
     return server
 
 
+def plain(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net.head(net.body(x)), y)
+
+
 def feduv(world: World, lambda_v: float, lambda_u: float) -> Model:
     def loss(net: Net, x: Tensor, y: Tensor) -> Tensor:
         z = net.body(x)
@@ -126,3 +130,63 @@ def fedrcl(
             yield term - w_p * torch.log(one / (one + torch.exp(r / tau).sum()))
 
     return averaged(world, lambda client: loss, uniform=uniform, clip=clip)
+
+
+def fedfm(
+    world: World,
+    lam: float,
+    tau: float,
+    l2: bool = False,
+    start_round: int = 1,
+    one_trip: bool = False,
+    equal_avg: bool = False,
+) -> tuple[Model, dict[int, Tensor]]:
+    """The server's model, and its anchors."""
+    net = world.net()
+    server = read(net)
+    anchors: dict[int, Tensor] = {}
+
+    def matched(net: Net, x: Tensor, y: Tensor) -> Tensor:
+        z = net.body(x)
+        total = F.cross_entropy(net.head(z), y)
+        direction = z / z.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        unit = {c: a / a.norm() for c, a in anchors.items()}
+        share = {c: torch.exp((direction * a).sum(1) / tau) for c, a in unit.items()}
+        terms = []
+        for c in set(y.tolist()) & set(anchors):
+            if l2:
+                terms.append(((direction[y == c] - unit[c]) ** 2).mean(1))
+            else:
+                terms.append(-torch.log(share[c] / sum(share.values()))[y == c])
+        return total + lam * torch.cat(terms).mean() if terms else total
+
+    @torch.no_grad()
+    def local_anchors(client: int) -> dict[int, tuple[Tensor, int]]:
+        data = world.federation.client(client)
+        z = net.eval().body(data.prepare(data.x, None))
+        return {c: (z[data.y == c].mean(0), int((data.y == c).sum())) for c in set(data.y.tolist())}
+
+    for round in range(1, world.rounds + 1):
+        models, sizes, found = [], [], []
+        chosen = world.sampled(round)
+        for client in chosen:
+            write(net, server)
+            descend(world, net, client, round, matched if round - 1 >= start_round else plain)
+            models.append(read(net))
+            sizes.append(float(world.size(client)))
+            if one_trip:
+                found.append(local_anchors(client))
+        server = mean(models, sizes)
+        if not one_trip:
+            write(net, server)
+            found = [local_anchors(client) for client in chosen]
+        renewed = {}
+        for c in {c for held in found for c in held}:
+            rows = [held[c] for held in found if c in held]
+            if equal_avg:
+                old = [(anchors[c], 1)] * (len(chosen) - len(rows)) if c in anchors else []
+                rows = [(row, 1) for row, _ in rows] + old
+            total = sum(n for _, n in rows)
+            renewed[c] = torch.stack([row * (n / total) for row, n in rows]).sum(0)
+        anchors = anchors | renewed
+    return server, anchors

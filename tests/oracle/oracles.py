@@ -490,3 +490,50 @@ def jittered(x: Tensor, known: Tensor, between: Tensor, prob: float, momentum: f
         jittered.append(values + noise[row] * torch.sqrt((1 + gamma) * (values.var(0) + 1e-6)))
     mean, std, new_mean, new_std = (one[:, :, None, None] for one in (mu, sigma, *jittered))
     return (x - mean) / std * new_std + new_mean
+
+
+def ccvr(world: World, samples: int, diagonal: bool, jitter: float, lr: float, momentum: float) -> Model:
+    """FedAvg, then two epochs of the classifier on virtual features, in batches of 16."""
+    server = fedavg(world)
+    net = world.net()
+    write(net, server)
+    net.eval()
+    classes = world.federation.dataset.classes
+    clients = [world.federation.client(k) for k in range(world.clients)]
+    means: list[list[Tensor]] = [[] for _ in range(classes)]
+    spreads: list[list[Tensor]] = [[] for _ in range(classes)]
+    sizes: list[list[int]] = [[] for _ in range(classes)]
+    for data in clients:
+        z = net(data.prepare(data.x, None)).features.detach().double()
+        for c in set(data.y.tolist()):
+            own = z[data.y == c]
+            spread = torch.cov(own.T) if len(own) > 1 else torch.zeros(net.width, net.width)
+            sizes[c].append(len(own))
+            means[c].append(own.mean(0).float().double())  # as it travels
+            spreads[c].append(spread.float().double())
+    centres, covariances = [], []
+    for c in range(classes):
+        n = torch.tensor(sizes[c], dtype=torch.float64)
+        mu = torch.stack(means[c])
+        centre = (n[:, None] * mu).sum(0) / n.sum()
+        inside = sum((n_k - 1) * s for n_k, s in zip(n, spreads[c], strict=True))
+        outside = sum(n_k * torch.outer(m - centre, m - centre) for n_k, m in zip(n, mu, strict=True))
+        centres.append(centre)
+        covariances.append((inside + outside) / (n.sum() - 1))
+    delta = jitter * float(torch.stack([s.diagonal() for s in covariances]).mean())
+    draw = generator(world.seed, world.rounds, "server", "virtual features")
+    virtual = []
+    for centre, spread in zip(centres, covariances, strict=True):
+        shape = spread.diagonal().diag() if diagonal else spread
+        u, s, _ = torch.linalg.svd(shape + delta * torch.eye(net.width))
+        noise = torch.randn(samples, net.width, generator=draw, dtype=torch.float64)
+        virtual.append(centre + noise @ (u @ s.sqrt().diag() @ u.T))
+    z, y = torch.cat(virtual).float(), torch.arange(classes).repeat_interleave(samples)
+    order = generator(world.seed, world.rounds, "server", "virtual batches")
+    optimiser = torch.optim.SGD(net.head.parameters(), lr=lr, momentum=momentum)
+    for _ in range(2):
+        for index in torch.split(torch.randperm(len(y), generator=order), 16):
+            optimiser.zero_grad()
+            F.cross_entropy(net.head(z[index]), y[index]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+    return read(net)

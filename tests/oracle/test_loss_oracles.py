@@ -5,7 +5,7 @@ from pathlib import Path
 import loss_oracles
 import pytest
 from oracles import World
-from test_oracles import MODELS, agree, digits, played
+from test_oracles import CLOSE, MODELS, agree, digits, gap, played
 
 
 @pytest.fixture(params=zip(MODELS, (0.9, 0.0), strict=True), ids=str)
@@ -36,3 +36,16 @@ def test_fedrcl_at_two_levels(tmp_path: Path) -> None:
     settings = "tau=0.2,kappa=0.3,form=full,grad_clip=none,agg_weights=uniform"
     state = played(world, f"fedrcl({settings})", tmp_path / "run")
     agree(state, loss_oracles.fedrcl(world, 1.0, 1.0, 0.2, 0.3, most=(99, 99), clip=None, uniform=True))
+
+
+@pytest.mark.parametrize("settings", ["lam=3", "lam=9,matching=l2,one_trip=True", "lam=3,equal_avg=True"])
+def test_fedfm(world: World, tmp_path: Path, settings: str) -> None:
+    state = played(world, f"fedfm(tau=0.3,{settings})", tmp_path / "run")
+    lam = 9.0 if "l2" in settings else 3.0
+    model, anchors = loss_oracles.fedfm(
+        world, lam, 0.3, "l2" in settings, 1, "one_trip" in settings, "equal" in settings
+    )
+    agree(state, model)
+    assert state["classanchors.seen"].nonzero().flatten().tolist() == sorted(anchors)
+    for c, anchor in anchors.items():
+        assert gap(state["classanchors.means"][c], anchor) < CLOSE

@@ -143,3 +143,12 @@ def test_fedfa_aug(tmp_path: Path) -> None:
     world = World(digits(), "cnn-fedrda", momentum=0.5, lr=0.05)
     state = played(world, "fedfa_aug(prob=0.6,momentum=0.8)", tmp_path / "run")
     agree(state, oracles.fedfa_aug(world, 0.6, 0.8))
+
+
+@pytest.mark.parametrize("cov", ["full", "diag"])
+def test_ccvr(world: World, tmp_path: Path, cov: str) -> None:
+    training = "head_lr=0.05,head_momentum=0.5,head_epochs=2,head_batch=16"
+    state = played(world, f"ccvr(samples=30,cov={cov},jitter=0.01,{training})", tmp_path / "run")
+    calibrated = oracles.ccvr(world, 30, cov == "diag", 0.01, 0.05, 0.5)
+    assert gap(state["virtualfeatures.calibrated"], calibrated.weights) < CLOSE
+    agree(state, oracles.fedavg(world))

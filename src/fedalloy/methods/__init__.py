@@ -1,6 +1,7 @@
 """One file per paper: the mechanisms it introduced, then its recipe."""
 
 from fedalloy.methods.balancedsoftmax import balancedsoftmax
+from fedalloy.methods.ccvr import ccvr
 from fedalloy.methods.ditto import ditto
 from fedalloy.methods.fedala import fedala
 from fedalloy.methods.fedavg import fedavg
@@ -14,6 +15,7 @@ from fedalloy.methods.feddyn import feddyn
 from fedalloy.methods.fedetf import fedetf
 from fedalloy.methods.fedfa import fedfa
 from fedalloy.methods.fedfa_aug import fedfa_aug
+from fedalloy.methods.fedfm import fedfm
 from fedalloy.methods.fedgh import fedgh
 from fedalloy.methods.fedkd import fedkd
 from fedalloy.methods.fedlc import fedlc
@@ -39,6 +41,7 @@ from fedalloy.methods.ssf import ssf
 
 __all__ = [
     "balancedsoftmax",
+    "ccvr",
     "ditto",
     "fedala",
     "fedavg",
@@ -52,6 +55,7 @@ __all__ = [
     "fedetf",
     "fedfa",
     "fedfa_aug",
+    "fedfm",
     "fedgh",
     "fedkd",
     "fedlc",

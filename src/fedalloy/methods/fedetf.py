@@ -63,7 +63,7 @@ class ETFHead(Mechanism):
     etf_dim: AtLeastOne | None = None  # None: as many dimensions as classes
     scale_init: Positive = 1.0
 
-    claims = frozenset({"the neck"})
+    claims = frozenset({"the neck", "the classifier"})
     gives = frozenset({"an ETF head"})
     spoils = frozenset({"class weights"})  # those of V never change
 
