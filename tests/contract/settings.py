@@ -112,6 +112,7 @@ VARIANTS = (
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
     Row("feddyn(alpha=0.1)+virtualfeatures(cov='diag', relu_clip=True)", private=True, models=(NORMED,)),
     Row("fedfa(calibration=epoch, calib_lr=0.1, official_mean=True, class_weighted=True)", models=(PLAIN,)),
+    Row("ssf(ratio=0.5, agg_weights=size)", private=True, indispensable=True, models=(NORMED,)),
     Row("ssf(ratio=0.3, scope=whole, refresh=2)", private=True, indispensable=True, models=(PLAIN,)),
     Row("fedper(num_personal_layers=2, eval_body=own)", private=True, models=(NORMED,)),
     Row("fedrep(eval_body=own, ft_epochs=1, freeze_bn=True, head_lr=0.2)", private=True, models=(NORMED,)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -124,12 +124,13 @@ def test_full_rank_is_scaffold(scope: str) -> None:
         assert far(variates(ours), variates(theirs)) < 1e-13
 
 
+@pytest.mark.parametrize("weights", ["uniform", "size"])
 @double()
-def test_full_rank_is_scaffold_on_a_net() -> None:
+def test_full_rank_is_scaffold_on_a_net(weights: Literal["uniform", "size"]) -> None:
     """The same with batches, biases, several layers, server_lr and a schedule."""
     settings: dict[str, Any] = {"lr": 0.1, "lr_decay": 0.9, "epochs": 2}
-    ours = Lab(ssf(ratio=1.0, server_lr=0.7), digits(), NET, **settings)
-    theirs = Lab(scaffold(server_lr=0.7), digits(), NET, **settings)
+    ours = Lab(ssf(ratio=1.0, server_lr=0.7, agg_weights=weights), digits(), NET, **settings)
+    theirs = Lab(scaffold(server_lr=0.7, agg_weights=weights), digits(), NET, **settings)
     for chosen in PARTICIPANTS[:4]:
         ours.round(chosen)
         theirs.round(chosen)

@@ -21,8 +21,10 @@ def ssf(
     scope: Literal["tensor", "whole"] = "tensor",
     side: Side = "left",
     min_rows: AtLeastOne = 4,
+    agg_weights: Literal["size", "uniform"] = "uniform",
 ) -> Alloy:
     # Steps follow P^T P (g + c - c_i); c_i += P^T (p_i+ - p_i) is the projected change that also goes to the server:
     # the part of c_i outside the active subspace is untouched (residual backfill).
-    stream = Stream(agg_weights="uniform", server_lr=server_lr)
-    return alloy("SSF", stream, Control(), Subspace(ratio, refresh, scope, side, min_rows))
+    stream = Stream(agg_weights=agg_weights, server_lr=server_lr)
+    control = Control(agg_weights=agg_weights)
+    return alloy("SSF", stream, control, Subspace(ratio, refresh, scope, side, min_rows))
