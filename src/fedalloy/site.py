@@ -13,6 +13,7 @@ from fedalloy import nets
 from fedalloy.alloy import Alloy, Mechanism
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net, Outputs
+from fedalloy.nets.chain import chain
 from fedalloy.random import seed_of
 from fedalloy.weights import Layout, Weights
 from fedalloy.wire import Items, Slot, Spec
@@ -62,6 +63,7 @@ class Site:
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
         self.shared = self.weights.span(method.shared or "")  # where the server's weights have their place
+        self.chain = chain(self.net) if precision == "fp32" else ()
         self.has_batchnorm = any(isinstance(m, BATCHNORM) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")

@@ -124,6 +124,11 @@ class Weights:
             self._open = span
         return span
 
+    @property
+    def all_open(self) -> bool:
+        """Whether gradients reach every parameter."""
+        return self._open == self.span("")
+
     @torch.no_grad()
     def load(self, flat: Tensor, buffers: Tensor, part: str = "") -> None:
         """Take over the state of a part. Integer counters start anew: no state that travels depends on them."""
