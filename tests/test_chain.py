@@ -12,7 +12,7 @@ from fedalloy import registry
 from fedalloy.federation import federate
 from fedalloy.nets import build
 from fedalloy.nets.base import Inputs, Net, Outputs
-from fedalloy.nets.chain import chain, descend
+from fedalloy.nets.chain import Layer, chain, descend
 from fedalloy.run import train
 from fedalloy.site import Site
 
@@ -30,8 +30,7 @@ def test_the_bits_of_autograd(model: str, batch: int) -> None:
     out = net(x)
     loss = F.cross_entropy(out.logits, y)
     expected = torch.autograd.grad(loss, list(net.parameters()))
-    for parameter in net.parameters():
-        parameter.grad = torch.full_like(parameter, torch.nan)
+    ready(net)
     found, value = descend(chain(net), x, y)
     assert torch.equal(value, loss.detach())
     for mine, theirs in zip(found, out, strict=True):
@@ -39,6 +38,12 @@ def test_the_bits_of_autograd(model: str, batch: int) -> None:
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, gradient)
+
+
+def ready(net: Net) -> Net:
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    return net
 
 
 def hooked() -> Net:
@@ -61,12 +66,12 @@ def biasless() -> Net:
 
 @pytest.mark.parametrize("net", [hooked(), necked(), biasless()])
 def test_other_nets_are_left_to_autograd(net: Net) -> None:
-    assert chain(net) == ()
+    assert chain(ready(net)) == ()
 
 
 @pytest.mark.parametrize("model", ["mlp(norm=batch)", "lenet", "cnn", "cnn-bn"])
 def test_other_models_too(model: str) -> None:
-    assert chain(build(model, Inputs("image", (1, 28, 28), classes=10))) == ()
+    assert chain(ready(build(model, Inputs("image", (1, 28, 28), classes=10)))) == ()
 
 
 def test_no_chain_for_other_precisions_or_methods_with_another_head() -> None:
@@ -97,7 +102,7 @@ def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     fed = federate("digits", clients=2, skew="iid", seed=0)
     steps: list[int] = []
 
-    def counted(layers: Sequence[nn.Linear], x: Tensor, y: Tensor) -> tuple[Outputs, Tensor]:
+    def counted(layers: Sequence[Layer], x: Tensor, y: Tensor) -> tuple[Outputs, Tensor]:
         steps.append(len(y))
         return descend(layers, x, y)
 

@@ -16,6 +16,7 @@ global model: mail ─► tell.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -310,12 +311,13 @@ class Client:
         while epoch < phase.epochs if most is None else done < most:
             before = done
             order = torch.randperm(data.samples, generator=self.rng(stream, epoch, "batches"))
-            augment = self.rng(stream, epoch, "augment")
             x, y = data.x[order], data.y[order]  # permuted once: a batch is a slice
-            prepare: Callable[[Tensor, torch.Generator], Tensor] = data.prepare
-            if not data.prepare.augments and x.numel() <= AT_ONCE:
+            augment = self.rng(stream, epoch, "augment") if data.prepare.augments else None
+            prepare: Callable[[Tensor, torch.Generator | None], Tensor] = data.prepare
+            if augment is None and x.numel() <= AT_ONCE:
                 x, prepare = data.prepare(x, None), _ready
-            with seeded(self.seed, self.round, self.id, stream, epoch, "dropout"):
+            counter = (self.seed, self.round, self.id, stream, epoch, "dropout")
+            with nullcontext() if self.site.chain else seeded(*counter):  # a chain draws nothing
                 for a in range(0, data.samples, size):
                     if done == most:
                         break
@@ -387,7 +389,7 @@ class Step:
         return self.client.weights.flat
 
 
-def _ready(x: Tensor, generator: torch.Generator) -> Tensor:
+def _ready(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Of samples that are prepared already."""
     return x
 

@@ -213,7 +213,7 @@ class Fold:
         self.slots = slots
         self.replies = 0
         self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor | float] = {}
         self._all: dict[str, dict[int, Tensor]] = {
             name: {} for name, slot in slots.items() if slot.reduce == "all"
         }
@@ -233,7 +233,7 @@ class Fold:
                 self._accumulate(name, rows * _rows(weights, rows), weights)
             else:
                 scale = weight if slot.reduce == "mean" else 1.0
-                self._accumulate(name, value.double() * scale, torch.tensor(scale, dtype=torch.float64))
+                self._accumulate(name, value.double() * scale, scale)
 
     def got(self) -> Mapping[str, object]:
         """The folded value of each slot; nothing if no reply came."""
@@ -243,12 +243,12 @@ class Fold:
             else {name: self._result(name, slot.reduce, slot.dtype) for name, slot in self.slots.items()}
         )
 
-    def _accumulate(self, key: str, value: Tensor, weight: Tensor) -> None:
+    def _accumulate(self, key: str, value: Tensor, weight: Tensor | float) -> None:
         if key in self._sums:
             self._sums[key] += value
-            self._weights[key] += weight
+            self._weights[key] = self._weights[key] + weight
         else:
-            self._sums[key], self._weights[key] = value, weight.clone()
+            self._sums[key], self._weights[key] = value, weight
 
     def _result(self, key: str, reduce: str, dtype: torch.dtype) -> object:
         if reduce == "all":
@@ -257,13 +257,15 @@ class Fold:
         if reduce == "sum":
             return total.to(dtype)
         if reduce == "class_mean":  # a class nobody holds: rows of zeros, told apart by its count of zero
+            assert isinstance(weight, Tensor)
             return (total / _rows(weight.clamp(min=1), total)).to(dtype)
         return (total / weight).to(dtype)
 
 
 def _add(folds: Mapping[str, Fold], reply: Reply, weight: float) -> None:
     for label, fold in folds.items():
-        fold.add(replace(reply, items=_of(label, fold.slots, reply)), weight)
+        if fold.slots:
+            fold.add(replace(reply, items=_of(label, fold.slots, reply)), weight)
 
 
 def _of(label: str, slots: Slots, reply: Reply) -> Items:

@@ -63,7 +63,9 @@ class Site:
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
         self.shared = self.weights.span(method.shared or "")  # where the server's weights have their place
-        self.chain = chain(self.net) if precision == "fp32" else ()
+        self.chain = (
+            chain(self.net) if precision == "fp32" else ()
+        )  # a perceptron, where the method leaves it one
         self.has_batchnorm = any(isinstance(m, BATCHNORM) for m in self.net.modules())
         self._own = [_gaps(layout, self._shared(kind)) for layout, kind in self._layouts()]
         self.coder = method.claimant("encode")

@@ -5,6 +5,7 @@ A worker that dies is replaced and its client is asked again: a client's reply d
 """
 
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,25 +28,28 @@ from fedalloy.workshop import Workshop
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 TRIES = 3  # a client that kills its worker this often is not asked again
+QUICK = 0.05  # seconds; a worker that answers sooner has its next mail at hand when it does
 
 
 @dataclass
 class Worker:
     process: multiprocessing.process.BaseProcess
     line: Connection
-    replies: Arena
-    mail: Mail | None = None
+    replies: tuple[Arena, Arena]  # used in turn: one is read here while the other is written there
+    mails: deque[Mail] = field(default_factory=deque)  # not answered yet; the first is being worked on
+    quick: bool = False
     deadline: float = field(default=float("inf"))
 
     def stop(self) -> None:
         self.process.kill()
         self.process.join()
         self.line.close()
-        self.replies.close()
+        for arena in self.replies:
+            arena.close()
 
 
 class Workers:
-    """`count` processes; each asks for the next mail when it has answered one."""
+    """`count` processes; each gets its next mail when it has answered one, or a moment before if it is quick."""
 
     def __init__(self, workshop: Workshop, count: int, timeout: float = 3600.0) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
@@ -65,18 +69,20 @@ class Workers:
         waiting = deque(mails)
         deaths: dict[int, int] = {}
         try:
-            while waiting or any(worker.mail for worker in self._workers):
-                for worker in self._workers:
-                    if worker.mail is None and waiting:
-                        self._hand(worker, waiting.popleft())
+            while waiting or any(worker.mails for worker in self._workers):
+                for ahead in (0, 1):
+                    for worker in self._workers:
+                        if waiting and len(worker.mails) == ahead and (worker.quick or not ahead):
+                            self._hand(worker, waiting.popleft())
                 for worker in self._ready():
-                    mail = worker.mail
-                    assert mail is not None
                     reply = self._answer(worker)
-                    worker.mail = None
+                    mail = worker.mails.popleft()
                     if reply is not None:
+                        worker.quick = reply.seconds < QUICK
+                        worker.deadline = time.monotonic() + self._timeout
                         yield reply
                         continue
+                    waiting.extendleft(reversed(worker.mails))
                     self._replace(worker)
                     deaths[mail.client] = deaths.get(mail.client, 0) + 1
                     if deaths[mail.client] == TRIES:
@@ -86,7 +92,7 @@ class Workers:
                         )
                     waiting.appendleft(mail)
         finally:
-            for worker in [worker for worker in self._workers if worker.mail]:  # the round was left early
+            for worker in [worker for worker in self._workers if worker.mails]:  # the round was left early
                 self._replace(worker)
 
     def close(self) -> None:
@@ -101,7 +107,7 @@ class Workers:
 
     def _hire(self) -> Worker:
         mine, theirs = multiprocessing.Pipe()
-        replies = Arena()
+        replies = Arena(), Arena()
         others = [worker.line for worker in self._workers] + [mine]
         process = multiprocessing.get_context("fork").Process(
             target=_work, args=(self._workshop, os.getpid(), theirs, others, self._mail, replies), daemon=True
@@ -123,7 +129,9 @@ class Workers:
             "client": mail.client,
             "items": self._mail.put(mail.items),
         }
-        worker.mail, worker.deadline = mail, time.monotonic() + self._timeout
+        if not worker.mails:
+            worker.deadline = time.monotonic() + self._timeout
+        worker.mails.append(mail)
         try:
             worker.line.send_bytes(json.dumps(note).encode())
         except OSError:
@@ -131,14 +139,13 @@ class Workers:
 
     def _ready(self) -> list[Worker]:
         """Workers that answered or died; waits for the first, at most until somebody's time is up."""
-        busy = {worker.line: worker for worker in self._workers if worker.mail}
+        busy = {worker.line: worker for worker in self._workers if worker.mails}
         limit = min(worker.deadline for worker in busy.values())
         ready = wait(list(busy), timeout=max(0.0, limit - time.monotonic()))
         if not ready:
             late = min(busy.values(), key=lambda worker: worker.deadline)
-            assert late.mail is not None
             raise FedAlloyError(
-                f"client {late.mail.client} did not answer within {self._timeout:g} s; "
+                f"client {late.mails[0].client} did not answer within {self._timeout:g} s; "
                 "raise --timeout if it needs longer"
             )
         return [busy[line] for line in ready if isinstance(line, Connection)]
@@ -151,7 +158,8 @@ class Workers:
             return None
         if "error" in note:
             _raise(note)
-        views = worker.replies.get([tuple(entry) for entry in note.pop("items")])
+        arena = worker.replies[note.pop("arena")]
+        views = arena.get([tuple(entry) for entry in note.pop("items")])
         return Reply(items={key: value.clone() for key, value in views.items()}, **note)
 
 
@@ -162,7 +170,12 @@ def _raise(note: dict[str, Any]) -> NoReturn:
 
 
 def _work(
-    workshop: Workshop, parent: int, line: Connection, others: list[Connection], mail: Arena, replies: Arena
+    workshop: Workshop,
+    parent: int,
+    line: Connection,
+    others: list[Connection],
+    mail: Arena,
+    replies: tuple[Arena, Arena],
 ) -> None:
     """A worker's life: open mail until the line closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
@@ -170,7 +183,8 @@ def _work(
     torch.set_num_threads(1)
     for other in others:
         other.close()  # else nobody notices when the main process is gone
-    while True:
+    for turn in itertools.count():
+        arena = replies[turn % 2]
         try:
             note = json.loads(line.recv_bytes())
         except (EOFError, OSError):
@@ -183,8 +197,8 @@ def _work(
             text = str(error) if user else traceback.format_exc()
             answer: dict[str, Any] = {"error": text, "user": user, "client": note["client"]}
         else:
-            replies.clear()
-            answer = {**vars(replace(reply, items={})), "items": replies.put(reply.items)}
+            arena.clear()
+            answer = {**vars(replace(reply, items={})), "items": arena.put(reply.items), "arena": turn % 2}
         try:
             line.send_bytes(json.dumps(answer).encode())
         except OSError:
