@@ -28,7 +28,8 @@ from fedalloy.workshop import Workshop
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 TRIES = 3  # a client that kills its worker this often is not asked again
-QUICK = 0.05  # seconds; a worker that answers sooner has its next mail at hand when it does
+QUICK = 0.005  # seconds; mails that take less travel in bundles that take about this long
+BUNDLE = 16  # mails at most
 
 
 @dataclass
@@ -36,8 +37,7 @@ class Worker:
     process: multiprocessing.process.BaseProcess
     line: Connection
     replies: tuple[Arena, Arena]  # used in turn: one is read here while the other is written there
-    mails: deque[Mail] = field(default_factory=deque)  # not answered yet; the first is being worked on
-    quick: bool = False
+    bundles: deque[list[Mail]] = field(default_factory=deque)  # not answered; the first is being worked on
     deadline: float = field(default=float("inf"))
 
     def stop(self) -> None:
@@ -49,7 +49,10 @@ class Worker:
 
 
 class Workers:
-    """`count` processes; each gets its next mail when it has answered one, or a moment before if it is quick."""
+    """`count` processes; each gets its next mail when it has answered one.
+
+    Where an answer takes less than the way, mails travel in bundles, and the next bundle is at hand before one is done.
+    """
 
     def __init__(self, workshop: Workshop, count: int, timeout: float = 3600.0) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
@@ -58,6 +61,7 @@ class Workers:
         self._timeout = timeout
         self._mail = Arena()
         self._workers: list[Worker] = []
+        self._pace = 1.0  # seconds that the latest mail took
         workshop.local.optimiser(
             torch.empty(0), lr=1.0
         )  # loads torch's optimiser machinery once, not in every worker
@@ -69,30 +73,32 @@ class Workers:
         waiting = deque(mails)
         deaths: dict[int, int] = {}
         try:
-            while waiting or any(worker.mails for worker in self._workers):
-                for ahead in (0, 1):
+            while waiting or any(worker.bundles for worker in self._workers):
+                quick = self._pace < QUICK and not deaths
+                for ahead in (0, 1) if quick else (0,):
                     for worker in self._workers:
-                        if waiting and len(worker.mails) == ahead and (worker.quick or not ahead):
-                            self._hand(worker, waiting.popleft())
+                        if waiting and len(worker.bundles) == ahead:
+                            self._hand(worker, self._bundle(waiting) if quick else [waiting.popleft()])
                 for worker in self._ready():
-                    reply = self._answer(worker)
-                    mail = worker.mails.popleft()
-                    if reply is not None:
-                        worker.quick = reply.seconds < QUICK
+                    replies = self._answers(worker)
+                    bundle = worker.bundles.popleft()
+                    if replies is not None:
                         worker.deadline = time.monotonic() + self._timeout
-                        yield reply
+                        self._pace = replies[-1].seconds
+                        yield from replies
                         continue
-                    waiting.extendleft(reversed(worker.mails))
+                    for later in reversed([bundle, *worker.bundles]):
+                        waiting.extendleft(reversed(later))
                     self._replace(worker)
-                    deaths[mail.client] = deaths.get(mail.client, 0) + 1
-                    if deaths[mail.client] == TRIES:
+                    for mail in bundle:
+                        deaths[mail.client] = deaths.get(mail.client, 0) + 1
+                    if max(deaths.values()) == TRIES:
                         raise FedAlloyError(
-                            f"the worker process died {TRIES} times on client {mail.client} (exit code "
+                            f"the worker process died {TRIES} times on client {bundle[0].client} (exit code "
                             f"{worker.process.exitcode}); out of memory? try fewer --workers or --engine inline"
                         )
-                    waiting.appendleft(mail)
         finally:
-            for worker in [worker for worker in self._workers if worker.mails]:  # the round was left early
+            for worker in [worker for worker in self._workers if worker.bundles]:  # the round was left early
                 self._replace(worker)
 
     def close(self) -> None:
@@ -122,45 +128,50 @@ class Workers:
         worker.stop()
         self._workers.insert(place, self._hire())
 
-    def _hand(self, worker: Worker, mail: Mail) -> None:
-        note = {
-            "errand": mail.errand,
-            "round": mail.round,
-            "client": mail.client,
-            "items": self._mail.put(mail.items),
-        }
-        if not worker.mails:
+    def _bundle(self, waiting: deque[Mail]) -> list[Mail]:
+        """Quick mails that go together; never so many that another worker would be left without."""
+        fair = len(waiting) // (2 * len(self._workers))
+        count = max(1, min(BUNDLE, fair, int(QUICK / max(self._pace, 1e-6))))
+        return [waiting.popleft() for _ in range(count)]
+
+    def _hand(self, worker: Worker, bundle: list[Mail]) -> None:
+        notes = [(mail.errand, mail.round, mail.client, self._mail.put(mail.items)) for mail in bundle]
+        if not worker.bundles:
             worker.deadline = time.monotonic() + self._timeout
-        worker.mails.append(mail)
+        worker.bundles.append(bundle)
         try:
-            worker.line.send_bytes(json.dumps(note).encode())
+            worker.line.send_bytes(json.dumps(notes).encode())
         except OSError:
             return  # it died while idle: `_ready` sees that next
 
     def _ready(self) -> list[Worker]:
         """Workers that answered or died; waits for the first, at most until somebody's time is up."""
-        busy = {worker.line: worker for worker in self._workers if worker.mails}
+        busy = {worker.line: worker for worker in self._workers if worker.bundles}
         limit = min(worker.deadline for worker in busy.values())
         ready = wait(list(busy), timeout=max(0.0, limit - time.monotonic()))
         if not ready:
             late = min(busy.values(), key=lambda worker: worker.deadline)
             raise FedAlloyError(
-                f"client {late.mails[0].client} did not answer within {self._timeout:g} s; "
+                f"client {late.bundles[0][0].client} did not answer within {self._timeout:g} s; "
                 "raise --timeout if it needs longer"
             )
         return [busy[line] for line in ready if isinstance(line, Connection)]
 
-    def _answer(self, worker: Worker) -> Reply | None:
-        """A worker's reply, or None if it died."""
+    def _answers(self, worker: Worker) -> list[Reply] | None:
+        """A worker's replies, or None if it died."""
         try:
             note: dict[str, Any] = json.loads(worker.line.recv_bytes())
         except (EOFError, OSError):
             return None
         if "error" in note:
             _raise(note)
-        arena = worker.replies[note.pop("arena")]
-        views = arena.get([tuple(entry) for entry in note.pop("items")])
-        return Reply(items={key: value.clone() for key, value in views.items()}, **note)
+        arena = worker.replies[note["arena"]]
+        return [_copied(arena, one) for one in note["replies"]]
+
+
+def _copied(arena: Arena, note: dict[str, Any]) -> Reply:
+    views = arena.get([tuple(entry) for entry in note.pop("items")])
+    return Reply(items={key: value.clone() for key, value in views.items()}, **note)
 
 
 def _raise(note: dict[str, Any]) -> NoReturn:
@@ -186,19 +197,21 @@ def _work(
     for turn in itertools.count():
         arena = replies[turn % 2]
         try:
-            note = json.loads(line.recv_bytes())
+            notes = json.loads(line.recv_bytes())
         except (EOFError, OSError):
             return
-        items = mail.get([tuple(entry) for entry in note["items"]])
-        try:
-            reply = workshop.open(Mail(note["errand"], note["round"], note["client"], items))
-        except Exception as error:
-            user = isinstance(error, FedAlloyError)
-            text = str(error) if user else traceback.format_exc()
-            answer: dict[str, Any] = {"error": text, "user": user, "client": note["client"]}
-        else:
-            arena.clear()
-            answer = {**vars(replace(reply, items={})), "items": arena.put(reply.items), "arena": turn % 2}
+        arena.clear()
+        answer: dict[str, Any] = {"arena": turn % 2, "replies": []}
+        for errand, round, client, entries in notes:
+            items = mail.get([tuple(entry) for entry in entries])
+            try:
+                reply = workshop.open(Mail(errand, round, client, items))
+            except Exception as error:
+                user = isinstance(error, FedAlloyError)
+                text = str(error) if user else traceback.format_exc()
+                answer = {"error": text, "user": user, "client": client}
+                break
+            answer["replies"].append({**vars(replace(reply, items={})), "items": arena.put(reply.items)})
         try:
             line.send_bytes(json.dumps(answer).encode())
         except OSError:
