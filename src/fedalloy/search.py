@@ -45,6 +45,19 @@ SPACES: dict[str, dict[str, Values]] = {
     "fedlc": {"tau": (0.1, 1, 10)},
     "fedsol": {"rho": (0.1, 0.5, 1, 2)},
     "fedfa": {"lam": (0.01, 0.1, 1)},  # around the paper's only value
+    "fedfm": {
+        "lam": (0.1, 1, 10, 50),
+        "tau": (0.05, 0.1, 0.5, 1),
+    },  # 1 in FedBlade's comparison, 50 in the authors' code
+    "fedrcl": {"tau": (0.05, 0.1), "kappa": (0.5, 0.7, 0.9)},
+    "ccvr": {"samples": (100, 200, 1000, 2000)},
+    "perfedavg": {"alpha": (0.001, 0.01, 0.1), "beta": (0.001, 0.01, 0.1)},
+    "fedpac": {"lam": (0.1, 1, 10)},
+    "fedproto": {"lam": (0.1, 1, 10)},  # 1 in the authors' code, 10 in a public comparison
+    "fedtgp": {"lam": (1, 10), "tau": (10, 100)},
+    "feddistill": {"lam": (0.1, 1, 10)},
+    "feddistillplus": {"lam": (0.1, 1, 10)},
+    "fml": {"alpha": (0.1, 0.5, 0.9), "beta": (0.1, 0.5, 0.9)},
 }
 """In ascending order, the default among them. Methods that are not here are tuned over the learning rate alone."""
 
