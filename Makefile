@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-CHECKED := src tests examples
+CHECKED := src tests examples benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check format bench docs clean

@@ -45,6 +45,9 @@ MOMENTS = {
 }
 
 
+ONCE = "once, at the end"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A method, taken apart for one model and one kind of input."""
@@ -75,8 +78,8 @@ class Explanation:
             "algorithm": _algorithm(self.method, down, up),
             "gradient_order": [piece.label for piece in self.method.with_hook("gradient")],
             "wire": wire,
-            "bytes_down": sum(row["bytes"] for row in wire if row["direction"] == "down"),
-            "bytes_up": sum(row["bytes"] for row in wire if row["direction"] == "up"),
+            "bytes_down": _total(wire, "down"),
+            "bytes_up": _total(wire, "up"),
             "server_state": server_state,
             "client_state": client_state,
             "model": {
@@ -133,15 +136,25 @@ def traits(method: Alloy) -> dict[str, Any]:
         warnings.simplefilter("always", FedAlloyWarning)
         site = Site(method, "mlp", inputs, seed=0)
     model = 4 * size_of("mlp", inputs).parameters
-    sent = {way: site.specs(way) for way in ("down", "up")}
+    seen = [*site.specs("up").values(), *site.specs("told").values()]
     return {
         "architectures": "one" if "one architecture" in method.gives else "any",
         "models": "personal" if method.personal else "global",
         "private_state": any(piece.has("born") for piece in method) or bool(site.own()),
-        "reveals": list(dict.fromkeys(_revealed(spec) for spec in sent["up"].values() if spec.bytes)),
+        "reveals": list(dict.fromkeys(_revealed(spec) for spec in seen if spec.bytes)),
         "advice": [str(note.message) for note in advice],
-        **{way: sum(spec.bytes for spec in specs.values()) / model for way, specs in sent.items()},
+        **{way: count / model for way, count in bytes_per_round(method, site).items()},
     }
+
+
+def bytes_per_round(method: Alloy, site: Site) -> dict[str, int]:
+    """What crosses the wire for one client in one round, questions of every round included."""
+    rows = [*_wire("down", site.specs("down")), *_wire("up", site.specs("up")), *_asked(method, site)]
+    return {way: _total(rows, way) for way in ("down", "up")}
+
+
+def _total(rows: Iterable[dict[str, Any]], direction: str) -> int:
+    return sum(row["bytes"] for row in rows if row["direction"] == direction and row["reduce"] != ONCE)
 
 
 def _revealed(spec: Spec) -> str:
@@ -151,6 +164,8 @@ def _revealed(spec: Spec) -> str:
             return "label counts"
         case ("held" | "classes", "features" | "embedding"):
             return "class means of features"
+        case ("held" | "classes", "features", "features"):
+            return "class covariances of features"
         case ("held" | "classes", "classes"):
             return "class means of predictions"
         case ():
@@ -195,6 +210,8 @@ def _algorithm(method: Alloy, down: Iterable[str], up: Iterable[str]) -> list[tu
         ("the client sends", list(up)),
         ("the server weighs", named("weigh")),
         ("the server aggregates", named("absorb", "receive")),
+        ("the server asks about the new model", [piece.label for piece in method.asking(last=False)]),
+        ("after the last round: the server asks", [piece.label for piece in method if piece.asks_at_end]),
         ("evaluation", named("adapt", "predict", "shown")),
     ]
     return [(moment, ", ".join(who)) for moment, who in moments if who]
@@ -232,7 +249,7 @@ def _asked(method: Alloy, site: Site) -> list[dict[str, Any]]:
         down = {f"{piece.label}.{name}": Spec(Slot(), tuple(value.shape)) for name, value in model.items()}
         up = {key: told[key] for key in (f"{piece.label}.{name}" for name in piece.told)}
         asked = _wire("down", down) + _wire("up", up)
-        rows += [{**row, "reduce": "once, at the end"} for row in asked] if piece.asks_at_end else asked
+        rows += [{**row, "reduce": ONCE} for row in asked] if piece.asks_at_end else asked
     return rows
 
 
