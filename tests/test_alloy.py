@@ -107,7 +107,8 @@ def assert_names_both(conflict: AlloyConflict, pieces: list[Mechanism]) -> None:
 
 def pieces_of(text: str) -> list[Mechanism]:
     found = [registry._piece(word) for word in text.split("+") if word]
-    return [part for piece in found for part in (piece if isinstance(piece, Alloy) else [piece])]
+    parts = [part for piece in found for part in (piece if isinstance(piece, Alloy) else [piece])]
+    return [each for part in parts for each in (part, *part.brings)]
 
 
 @pytest.mark.filterwarnings("ignore::fedalloy.errors.FedAlloyWarning")  # a tiny net for every part
