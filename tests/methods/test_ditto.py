@@ -272,12 +272,21 @@ def test_accuracies_of_both_kinds_of_model(tmp_path: Path) -> None:
     assert metrics["personal_on_global_acc"] == pytest.approx(sum(everywhere) / 6)
 
 
-def test_a_personal_model_goes_with_other_methods_but_not_with_another_of_its_kind() -> None:
-    labs = [Lab(make(text), digits(), lr=0.05) for text in ("scaffold", "scaffold+personalmodel(lam=0.5)")]
+@pytest.mark.parametrize(
+    "text",
+    ["scaffold+personalmodel(lam=0.5)", "fedavg(agg_weights=uniform)+personalmodel(lam=0.5)+control"],
+)
+def test_a_personal_model_goes_with_other_methods(text: str) -> None:
+    """In either order: whoever ends the round after it finds the global copy as training left it."""
+    labs = [Lab(make(one), digits(), lr=0.05) for one in ("scaffold", text)]
     for lab in labs:
         lab.rounds(*PARTICIPANTS)
     assert torch.equal(labs[0].weights, labs[1].weights)
+    assert torch.equal(labs[0].keeps[1]["control.c_k"], labs[1].keeps[1]["control.c_k"])
     assert "personalmodel.v" in labs[1].keeps[0]
+
+
+def test_one_personal_model_is_enough() -> None:
     with pytest.raises(AlloyConflict, match="personalmodel and astrained both claim the personal model"):
         make("ditto+astrained")
     with pytest.raises(AlloyConflict, match="personalmodel needs global model"):

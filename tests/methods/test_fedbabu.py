@@ -171,15 +171,16 @@ def test_accuracies_are_those_of_tuned_copies(settings: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("ft_part", "part"), [("full", ""), ("head", HEAD), ("body", BASE)])
-def test_what_is_tuned(ft_part: str, part: str) -> None:
-    """`ft_part` moves, from the averaged body and phi_0, at the rate of the latest round; the rest does not."""
+@pytest.mark.parametrize("ft_lr", [None, 0.07])
+def test_what_is_tuned(ft_part: str, part: str, ft_lr: float | None) -> None:
+    """`ft_part` moves, from the averaged body and phi_0, at `ft_lr` or the latest rate; the rest does not."""
     settings: dict[str, Any] = {"lr": 0.1, "lr_decay": 0.5, "momentum": 0.9}
     plain, lab = (
         Lab(method, digits(), BATCHNORM, **settings).rounds(*PARTICIPANTS)
-        for method in (fedbabu(ft_epochs=0), fedbabu(ft_part=ft_part))
+        for method in (fedbabu(ft_epochs=0), fedbabu(ft_part=ft_part, ft_lr=ft_lr))
     )
     by_hand = plain.tested(3)
-    by_hand.fit("finetune", Phase(5, part, lr=0.1 * 0.5**2))
+    by_hand.fit("finetune", Phase(5, part, lr=ft_lr or 0.1 * 0.5**2))
     expected = by_hand.weights.flat.clone(), by_hand.weights.buffers.clone()
     client = lab.tested(3)
     assert torch.equal(client.weights.flat, expected[0])
