@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,45 @@ def test_a_worker_that_dies_is_replaced_and_the_bits_are_the_same(
         assert (tmp_path / what).exists()
         assert len(set(engine.pids) & set(before)) == 1
         assert all(alive(pid) for pid in engine.pids)
+
+
+@pytest.mark.parametrize("what", ["", "die", "exit"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_bundles_change_nothing(
+    staged: Staged,
+    workers: Callable[..., Workers],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    count: int,
+) -> None:
+    """Mails that go together give the same bits, also when their worker dies in the middle."""
+    clean, stage = staged(), staged(_Trouble(what, once=str(tmp_path / "once")) if what else None)
+    engine = workers(stage, count)
+    sizes: list[int] = []
+    monkeypatch.setattr("fedalloy.engines.workers.QUICK", 1e9)  # nobody is slow
+
+    def counted(waiting: deque[Mail], pace: float) -> list[Mail]:
+        found = [waiting.popleft() for _ in range(min(2, len(waiting)))]
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(engine, "_bundle", counted)
+    engine._pace["train"] = 0.0
+    assert stage.play(engine, rounds=3) == clean.play(Inline(clean.workshop), rounds=3)
+    assert max(sizes) == 2
+    assert bool(what) == (tmp_path / "once").exists()
+
+
+def test_quick_mails_travel_together_but_not_to_one_worker_alone(
+    staged: Staged, workers: Callable[..., Workers]
+) -> None:
+    engine = workers(staged(), 2)
+    mail = Mail("train", 1, 0, {})
+    assert len(engine._bundle(deque([mail] * 100), 1e-5)) == 16
+    assert len(engine._bundle(deque([mail] * 100), 0.001)) == 5
+    assert len(engine._bundle(deque([mail] * 9), 1e-5)) == 2
+    assert len(engine._bundle(deque([mail] * 2), 1e-5)) == 1
 
 
 class _Fatal(Vault):

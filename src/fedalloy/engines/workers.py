@@ -28,7 +28,7 @@ from fedalloy.workshop import Workshop
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 TRIES = 3  # a client that kills its worker this often is not asked again
-QUICK = 0.005  # seconds; mails that take less travel in bundles that take about this long
+QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most
 
 
@@ -61,7 +61,7 @@ class Workers:
         self._timeout = timeout
         self._mail = Arena()
         self._workers: list[Worker] = []
-        self._pace = 1.0  # seconds that the latest mail took
+        self._pace: dict[str, float] = {}  # by errand: seconds that the slowest mail took last time
         workshop.local.optimiser(
             torch.empty(0), lr=1.0
         )  # loads torch's optimiser machinery once, not in every worker
@@ -72,19 +72,21 @@ class Workers:
         self._mail.clear()
         waiting = deque(mails)
         deaths: dict[int, int] = {}
+        errand = mails[0].errand if mails else ""
+        pace, slowest = self._pace.get(errand, QUICK), 0.0
         try:
             while waiting or any(worker.bundles for worker in self._workers):
-                quick = self._pace < QUICK and not deaths
+                quick = pace < QUICK and not deaths
                 for ahead in (0, 1) if quick else (0,):
                     for worker in self._workers:
                         if waiting and len(worker.bundles) == ahead:
-                            self._hand(worker, self._bundle(waiting) if quick else [waiting.popleft()])
+                            self._hand(worker, self._bundle(waiting, pace) if quick else [waiting.popleft()])
                 for worker in self._ready():
                     replies = self._answers(worker)
                     bundle = worker.bundles.popleft()
                     if replies is not None:
                         worker.deadline = time.monotonic() + self._timeout
-                        self._pace = replies[-1].seconds
+                        slowest = max(slowest, *(reply.seconds for reply in replies))
                         yield from replies
                         continue
                     for later in reversed([bundle, *worker.bundles]):
@@ -97,6 +99,7 @@ class Workers:
                             f"the worker process died {TRIES} times on client {bundle[0].client} (exit code "
                             f"{worker.process.exitcode}); out of memory? try fewer --workers or --engine inline"
                         )
+            self._pace[errand] = slowest
         finally:
             for worker in [worker for worker in self._workers if worker.bundles]:  # the round was left early
                 self._replace(worker)
@@ -128,10 +131,10 @@ class Workers:
         worker.stop()
         self._workers.insert(place, self._hire())
 
-    def _bundle(self, waiting: deque[Mail]) -> list[Mail]:
+    def _bundle(self, waiting: deque[Mail], pace: float) -> list[Mail]:
         """Quick mails that go together; never so many that another worker would be left without."""
         fair = len(waiting) // (2 * len(self._workers))
-        count = max(1, min(BUNDLE, fair, int(QUICK / max(self._pace, 1e-6))))
+        count = max(1, min(BUNDLE, fair, int(QUICK / max(pace, 1e-6))))
         return [waiting.popleft() for _ in range(count)]
 
     def _hand(self, worker: Worker, bundle: list[Mail]) -> None:
