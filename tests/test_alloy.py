@@ -85,7 +85,8 @@ def trained(method: Alloy) -> Server:
             outcome = server.receive(list(keeps), replies)
             assert not outcome.refused, outcome.refused
             for asker in method.asking(last=server.round == 2):
-                told = [client_told(method, site, FED.client(k), server.question(asker, k)) for k in keeps]
+                asked = server.ask(asker, list(keeps))
+                told = [client_told(method, site, FED.client(mail.client), mail) for mail in asked]
                 assert not server.hear(asker, list(keeps), told).refused
         if method.personal:
             mail, data = server.send(0, "evaluate"), FED.client(0)

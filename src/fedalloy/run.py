@@ -267,7 +267,7 @@ def ask(setup: Setup, server: Server, engine: Engine, asker: Mechanism, outcome:
     """Put a mechanism's question about the new global model; the round's outcome takes it in. The bytes sent down."""
     participants = [reply.client for reply in outcome.accepted]
     asked = setup.federation.eligible if asker.asks_everyone else participants
-    mails = [server.question(asker, client) for client in asked]
+    mails = server.ask(asker, asked)
     heard = server.hear(asker, asked, engine.carry(mails))
     outcome.refused |= heard.refused
     outcome.bytes_up |= heard.bytes_up

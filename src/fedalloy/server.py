@@ -98,11 +98,11 @@ class Server:
             box.memo.clear()
         return outcome
 
-    def question(self, asker: Mechanism, client: int) -> Mail:
-        """The global model as it is evaluated, whole, for a client to tell something of."""
+    def ask(self, asker: Mechanism, clients: Sequence[int]) -> list[Mail]:
+        """The global model as it is evaluated, whole, for clients to tell something of; the same tensors for all."""
         weights, buffers = self.shown()["global"]
         items = {f"{asker.label}.weights": weights, f"{asker.label}.buffers": buffers}
-        return Mail("tell", self.round, client, items)
+        return [Mail("tell", self.round, client, items) for client in clients]
 
     @torch.no_grad()
     def hear(self, asker: Mechanism, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:

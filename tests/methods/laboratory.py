@@ -57,10 +57,9 @@ class Lab:
 
     def ask(self, asker: Mechanism, clients: Sequence[int]) -> Outcome:
         """A mechanism's question about the global model as it stands."""
-        mails = [self.server.question(asker, client) for client in clients]
         self.told = {
             mail.client: client_told(self.method, self.site, self.federation.client(mail.client), mail)
-            for mail in mails
+            for mail in self.server.ask(asker, clients)
         }
         return self.server.hear(asker, clients, self.told.values())
 
