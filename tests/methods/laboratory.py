@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +17,7 @@ from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
 from fedalloy.client import Client, ClientData, Local, Step, client_round, client_told
 from fedalloy.data import Dataset, Prepare, Split, load
 from fedalloy.federation import Federation, federate
+from fedalloy.methods import local
 from fedalloy.nets.base import Net
 from fedalloy.random import generator
 from fedalloy.run import Result, train
@@ -211,3 +213,31 @@ def double() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def assert_personal_accuracies(metrics: dict[str, Any], lab: Lab) -> list[float]:
+    """C.Avg, D.Avg and the mean on the global test set, by hand; each client's share on its own test samples."""
+    federation = lab.federation
+    index = federation.split.global_test
+    shares, sizes, everywhere = [], [], []
+    for k in range(federation.clients):
+        client = lab.tested(k)
+        shares.append(accuracy(client, client.data.x_test, client.data.y_test))
+        sizes.append(len(client.data.y_test))
+        everywhere.append(accuracy(client, federation.dataset.x[index], federation.dataset.y[index]))
+    pooled = sum(a * n for a, n in zip(shares, sizes, strict=True)) / sum(sizes)
+    assert metrics["personal_local_acc"] == pytest.approx(pooled)
+    assert metrics["personal_local_acc_clients"] == pytest.approx(sum(shares) / len(shares))
+    assert metrics["personal_on_global_acc"] == pytest.approx(sum(everywhere) / len(everywhere))
+    return shares
+
+
+def assert_trains_alone(method: Alloy, model: str) -> None:
+    """Clients end as those of local training, bit for bit."""
+    alone, lab = (Lab(each, digits(), model, lr=0.05, epochs=2, momentum=0.5) for each in (local(), method))
+    for chosen in ([0, 1, 5], [0, 1], [1, 5]):
+        alone.round(chosen)
+        lab.round(chosen)
+    for k in (0, 1, 5):
+        for name in ("own.weights", "own.buffers"):
+            assert torch.equal(lab.keeps[k][name], alone.keeps[k][name])

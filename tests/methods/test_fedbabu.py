@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import BATCHNORM, MLP, Lab, accuracy, digits, far, run
+from laboratory import BATCHNORM, MLP, Lab, assert_personal_accuracies, digits, far, run
 from torch import nn
 
 from fedalloy.alloy import AlloyConflict, Phase, alloy
@@ -157,17 +157,7 @@ def test_accuracies_are_those_of_tuned_copies(settings: str, tmp_path: Path) -> 
     lab = Lab(make(method), federation, **local)
     for line in result.history:
         lab.round(line["participants"])
-    index = federation.split.global_test
-    shares, sizes, everywhere = [], [], []
-    for k in range(6):
-        client = lab.tested(k)
-        shares.append(accuracy(client, client.data.x_test, client.data.y_test))
-        sizes.append(len(client.data.y_test))
-        everywhere.append(accuracy(client, federation.dataset.x[index], federation.dataset.y[index]))
-    pooled = sum(a * n for a, n in zip(shares, sizes, strict=True)) / sum(sizes)
-    assert metrics["personal_local_acc"] == pytest.approx(pooled)
-    assert metrics["personal_local_acc_clients"] == pytest.approx(sum(shares) / 6)
-    assert metrics["personal_on_global_acc"] == pytest.approx(sum(everywhere) / 6)
+    assert_personal_accuracies(metrics, lab)
 
 
 @pytest.mark.parametrize(("ft_part", "part"), [("full", ""), ("head", HEAD), ("body", BASE)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laboratory import BATCHNORM, MLP, Lab, batches, by_class, dealt, digits, far, run
+from laboratory import BATCHNORM, MLP, Lab, assert_trains_alone, batches, by_class, dealt, digits, far, run
 from torch import Tensor
 
 from fedalloy.alloy import AlloyConflict
@@ -63,16 +63,7 @@ def term(lab: Lab, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("settings", [{}, {"output": "prob"}, {"leave_one_out": True}], ids=str)
 def test_without_distillation_clients_train_alone(model: str, settings: dict[str, Any]) -> None:
     """Check: lam = 0 equals local training bit for bit."""
-    alone, lab = (
-        Lab(method, digits(), model, lr=0.05, epochs=2, momentum=0.5)
-        for method in (local(), feddistill(lam=0.0, **settings))
-    )
-    for chosen in ([0, 1, 5], [0, 1], [1, 5]):
-        alone.round(chosen)
-        lab.round(chosen)
-    for k in (0, 1, 5):
-        for name in ("own.weights", "own.buffers"):
-            assert torch.equal(lab.keeps[k][name], alone.keeps[k][name])
+    assert_trains_alone(feddistill(lam=0.0, **settings), model)
 
 
 def test_the_first_round_has_no_term() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import BATCHNORM, MLP, Lab, batches, by_class, dealt, digits, far, run
+from laboratory import BATCHNORM, MLP, Lab, assert_trains_alone, batches, by_class, dealt, digits, far, run
 from torch import Tensor, nn
 
 from fedalloy import nets
@@ -58,16 +58,7 @@ def term(lab: Lab, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("settings", [{}, {"weighted": True}, {"proto_pass": "train"}], ids=str)
 def test_without_the_pull_clients_train_alone(model: str, settings: dict[str, Any]) -> None:
     """Check: lam = 0 equals local training bit for bit."""
-    alone, lab = (
-        Lab(method, digits(), model, lr=0.05, epochs=2, momentum=0.5)
-        for method in (local(), fedproto(lam=0.0, **settings))
-    )
-    for chosen in ([0, 1, 5], [0, 1], [1, 5]):
-        alone.round(chosen)
-        lab.round(chosen)
-    for k in (0, 1, 5):
-        for name in ("own.weights", "own.buffers"):
-            assert torch.equal(lab.keeps[k][name], alone.keeps[k][name])
+    assert_trains_alone(fedproto(lam=0.0, **settings), model)
 
 
 def test_the_first_round_has_no_pull() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laboratory import BATCHNORM, MLP, Lab, by_class, digits, far, run
+from laboratory import BATCHNORM, MLP, Lab, assert_trains_alone, by_class, digits, far, run
 from torch import Tensor
 
 from fedalloy.alloy import AlloyConflict
 from fedalloy.client import Step, client_model
-from fedalloy.methods import fedproto, fedtgp, local
+from fedalloy.methods import fedproto, fedtgp
 from fedalloy.methods.fedtgp import Prototypes, contrast, distances, margin
 from fedalloy.random import generator
 from fedalloy.registry import make
@@ -46,16 +46,7 @@ def scattered(classes: int = 5, clients: int = 4, width: int = 6) -> tuple[Tenso
 @pytest.mark.parametrize("model", [MLP, BATCHNORM])
 def test_without_the_pull_clients_train_alone(model: str) -> None:
     """Check: lam = 0: clients equal local training bit for bit."""
-    alone, lab = (
-        Lab(method, digits(), model, lr=0.05, epochs=2, momentum=0.5)
-        for method in (local(), fedtgp(lam=0.0, **QUICK))
-    )
-    for chosen in ([0, 1, 5], [0, 1], [1, 5]):
-        alone.round(chosen)
-        lab.round(chosen)
-    for k in (0, 1, 5):
-        for name in ("own.weights", "own.buffers"):
-            assert torch.equal(lab.keeps[k][name], alone.keeps[k][name])
+    assert_trains_alone(fedtgp(lam=0.0, **QUICK), model)
 
 
 def test_the_first_round_has_no_pull() -> None:
