@@ -289,6 +289,16 @@ def test_broadcastable_shapes_are_wrong_shapes() -> None:
         assert refusal(bad, DECLARED, weighed=True) == f"_means.mean has shape {shape}, declared (2, 3)"
 
 
+def test_finite_numbers_whose_sum_overflows_are_finite() -> None:
+    """And infinities that cancel in a sum are not."""
+    reply = reply_of(0)
+    large = dataclasses.replace(reply, items=reply.items | {"_means.mean": torch.full((2, 3), 3e38)})
+    assert refusal(large, DECLARED, weighed=True) is None
+    both = torch.tensor([[math.inf, -math.inf, 0.0], [0.0, 0.0, 0.0]])
+    bad = dataclasses.replace(reply, items=reply.items | {"_means.mean": both})
+    assert refusal(bad, DECLARED, weighed=True) == "_means.mean is not finite"
+
+
 def test_only_numbers_that_blew_up_count_as_divergence() -> None:
     reply = reply_of(0)
     nan = dataclasses.replace(reply, items=reply.items | {"_means.mean": torch.full((2, 3), math.nan)})
