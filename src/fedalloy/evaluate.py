@@ -24,12 +24,13 @@ def evaluate(
     """All metrics of a round. A method without a global model has no `global_acc`: it is absent, not zero."""
     metrics: Metrics = {}
     scored: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, (flat, buffers) in server.shown().items():
+    shown = server.shown() if len(federation.scored) else {}
+    for name, (flat, buffers) in shown.items():
         if id(flat) not in scored:
             scored[id(flat)] = _score(server, federation, engine, name, flat, buffers)
         predictions, losses = scored[id(flat)]
         metrics |= _model_metrics(name, federation, predictions, losses)
-    if server.method.personal:
+    if federation.judged_locally(server.method):
         metrics |= _personal_metrics(server, federation, engine, most_clients)
     return metrics
 
@@ -72,7 +73,10 @@ def _personal_metrics(
         order = torch.randperm(len(clients), generator=generator(server.seed, "eval clients"))
         clients = sorted(clients[i] for i in order[:most_clients].tolist())
     mails = [server.send(client, "evaluate") for client in clients]
-    replies = sorted(engine.carry(mails), key=lambda reply: reply.client)
+    answers = (reply for reply in engine.carry(mails) if not reply.error)
+    replies = sorted(answers, key=lambda reply: reply.client)
+    if not replies:
+        return {"personal_local_acc": None, "personal_local_acc_clients": None}
     accuracies = {r.client: _ratio(r.items["right"].sum(), r.items["count"].sum()) for r in replies}
     known = [accuracy for accuracy in accuracies.values() if accuracy is not None]
     right, count = _total(replies, "right"), _total(replies, "count")

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedalloy.alloy import Alloy
 from fedalloy.client import ClientData, Info
 from fedalloy.data import Dataset, Dirichlet, Prepare, Skew, Split, load, parse_augment, parse_skew, partition
 from fedalloy.errors import FedAlloyError
@@ -37,6 +38,11 @@ class Federation:
         """Training samples per client."""
         return self.split.train_offsets.diff()
 
+    @property
+    def counts(self) -> Tensor | None:
+        """Training samples, clients x classes; None where nobody may know."""
+        return self.split.counts(self.dataset)
+
     @cached_property
     def eligible(self) -> list[int]:
         """Clients that hold any training data."""
@@ -49,6 +55,10 @@ class Federation:
         known = torch.zeros(len(self.dataset.y), dtype=torch.bool)
         known[self.split.global_test] = True
         return torch.cat([self.split.global_test, self.split.test_index[~known[self.split.test_index]]])
+
+    def judged_locally(self, method: Alloy) -> bool:
+        """Whether models are tried where the clients are: personal ones, or any where there is no global test set."""
+        return method.personal or len(self.scored) == 0
 
     @cached_property
     def test_owner(self) -> Tensor:

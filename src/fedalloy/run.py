@@ -103,6 +103,7 @@ class Setup:
         )
 
     def engine(self, workshop: Workshop) -> Engine:
+        """What carries mail to clients; a federation over a network brings its own."""
         if self.config.engine == "inline":
             return Inline(workshop)
         count = min(self.config.processes, max(1, len(self.federation.eligible)))
@@ -180,21 +181,22 @@ def play(
     on_round: OnRound | None = None,
     on_reply: OnReply | None = None,
     room: "Room | None" = None,
+    engine: Callable[[Workshop], Engine] | None = None,
 ) -> Result:
-    """All rounds from the folder's last checkpoint to the end."""
+    """All rounds from the folder's last checkpoint to the end; the config says on which engine, unless one is given."""
     with folder.locked(), one_thread():
         server = setup.server()
         last, state = folder.restore()
         if last:
             server.resume(state, last)
         history = folder.history()
-        engine = setup.engine(setup.workshop(folder))
+        carrier = (engine or setup.engine)(setup.workshop(folder))
         since_checkpoint: set[int] = set()
         try:
             for number in range(last + 1, setup.config.rounds + 1):
                 if history and history[-1].get("diverged"):
                     break
-                record = one_round(setup, server, engine, number, on_reply)
+                record = one_round(setup, server, carrier, number, on_reply)
                 history.append(record)
                 folder.record(record)
                 since_checkpoint.update(record["participants"])
@@ -211,7 +213,7 @@ def play(
                 if on_round:
                     on_round(record)
         finally:
-            engine.close()
+            carrier.close()
         summary = summarise(setup, server, folder, history)
         write_partition(setup, folder)
         folder.finish(summary)
@@ -310,7 +312,8 @@ def _diverged(server: Server, outcome: Outcome) -> bool:
 
 def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Record]) -> Record:
     """The run in one object."""
-    metric = "personal_local_acc" if setup.method.personal else "global_acc"
+    local = setup.federation.judged_locally(setup.method)
+    metric = "personal_local_acc" if local else "global_acc"
     values = [
         line["metrics"][metric]
         for line in history
@@ -346,8 +349,9 @@ def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Rec
 
 def write_partition(setup: Setup, folder: RunFolder) -> None:
     """Who holds what, for the report; of a very large federation only the first clients."""
-    counts = setup.federation.split.counts(setup.federation.dataset)[:1000]
-    folder.describe_partition(list(setup.federation.dataset.class_names), counts.tolist())
+    counts = setup.federation.counts
+    if counts is not None:
+        folder.describe_partition(list(setup.federation.dataset.class_names), counts[:1000].tolist())
 
 
 @contextmanager

@@ -97,6 +97,7 @@ class Reply:
     notes: dict[str, float] = field(
         default_factory=dict
     )  # diagnostics of a simulation; a real federation sends none
+    error: str = ""  # why there is no answer, where an engine has to say so
 
 
 def bytes_of(items: Mapping[str, Tensor]) -> dict[str, int]:
@@ -106,6 +107,8 @@ def bytes_of(items: Mapping[str, Tensor]) -> dict[str, int]:
 
 def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str | None:
     """Why a reply cannot be used, or None. Broadcastable shapes are wrong shapes."""
+    if reply.error:
+        return reply.error
     if weighed and not (type(reply.samples) is int and 0 < reply.samples <= MOST_SAMPLES):  # True is no count
         return f"claims {reply.samples} samples"
     if missing := sorted(declared.keys() - reply.items.keys()):

@@ -22,9 +22,12 @@ _CIFAR: Stats = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 KNOWN: dict[str, Stats] = {"cifar10": _CIFAR, "cifar100": _CIFAR, "mnist": ((0.1307,), (0.3081,))}
 
 
-def assemble(name: str, raw: Raw) -> Dataset:
-    """Check everything, hold out a test set if there is none, and normalise."""
-    raw, classes = encode(name, raw)
+def assemble(name: str, raw: Raw, class_names: tuple[str, ...] = ()) -> Dataset:
+    """Check everything, hold out a test set if there is none, and normalise.
+
+    With `class_names` labels are numbers or names of these classes, of which the data may lack some.
+    """
+    raw, classes = encode(name, raw, class_names)
     train, test = (raw.train, raw.test) if raw.test is not None else _hold_out(name, raw.train)
     y = torch.from_numpy(np.concatenate([train.y, test.y]))
     domain = None

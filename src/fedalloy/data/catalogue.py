@@ -39,28 +39,28 @@ JOINED = {
 }
 
 
-def load(name: str, root: Path | None = None) -> Dataset:
-    """The data set of this name.
+def load(name: str, root: Path | None = None, class_names: tuple[str, ...] = ()) -> Dataset:
+    """The data set of this name; with `class_names` it may hold samples of only some classes of a federation.
 
     `digits` is always there; `digit5`, `office10` and `a+b+c` join sets as domains; `hf:NAME` is a Hugging
     Face data set; any other name is ROOT/NAME.npz, else a folder ROOT/NAME of images, else ROOT/NAME.csv,
     else ROOT/NAME.parquet.
     """
     if name == "digits":
-        return assemble(name, _digits())
+        return assemble(name, _digits(), class_names)
     if name in JOINED and not (root and _path(name, root)):
         domains = JOINED[name]
         members = _present(name, domains.members, _checked(name, root))
-        return join(name, [load(member, root) for member in members], domains.side)
+        return join(name, [load(member, root, class_names) for member in members], domains.side)
     if "+" in name:
-        return join(name, [load(member.strip(), root) for member in name.split("+")])
+        return join(name, [load(member.strip(), root, class_names) for member in name.split("+")])
     if name.startswith("hf:"):
-        return assemble(name, read_hub(name.removeprefix("hf:"), root))
+        return assemble(name, read_hub(name.removeprefix("hf:"), root), class_names)
     root = _checked(name, root)
     path = _path(name, root)
     if path is None:
         raise _missing(name, [name], root)
-    return assemble(name, READERS["" if path.is_dir() else path.suffix](path))
+    return assemble(name, READERS["" if path.is_dir() else path.suffix](path), class_names)
 
 
 def _digits() -> Raw:

@@ -8,8 +8,10 @@ from fedalloy.data.raw import Array, Raw
 from fedalloy.errors import FedAlloyError
 
 
-def encode(name: str, raw: Raw) -> tuple[Raw, int]:
-    """The same data with int64 labels, and the number of classes."""
+def encode(name: str, raw: Raw, among: tuple[str, ...] = ()) -> tuple[Raw, int]:
+    """The same data with int64 labels, and the number of classes: those found, or those that are named."""
+    if among:
+        raw = _named(name, raw, among)
     if all(part.y.dtype.kind == "U" for part in raw.parts):
         raw = _from_strings(name, raw)
     train, *test = (part.with_labels(_whole_numbers(name, part.y)) for part in raw.parts)
@@ -22,11 +24,21 @@ def encode(name: str, raw: Raw) -> tuple[Raw, int]:
         if len(part.y) == 0:
             raise FedAlloyError(f"{name}: there are no samples")
     classes = _classes(name, raw)
-    if len(np.unique(raw.train.y)) < 2:
+    if not among and len(np.unique(raw.train.y)) < 2:
         raise FedAlloyError(
             f"{name}: all training samples have label {raw.train.y[0]}; two classes are needed"
         )
     return raw, classes
+
+
+def _named(name: str, raw: Raw, among: tuple[str, ...]) -> Raw:
+    """The same data with names of their own spelt out, to be found among these."""
+    own = np.array(raw.class_names)
+    if len(own) and all(part.y.dtype.kind != "U" for part in raw.parts):
+        _classes(name, raw)
+        train, *test = (part.with_labels(own[_whole_numbers(name, part.y)]) for part in raw.parts)
+        raw = replace(raw, train=train, test=test[0] if test else None)
+    return replace(raw, class_names=among)
 
 
 def _from_strings(name: str, raw: Raw) -> Raw:

@@ -1,0 +1,250 @@
+"""A deployment's folder and its processes: the SuperLink, the SuperNodes, a run."""
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedalloy import __version__
+from fedalloy.config import Config
+from fedalloy.errors import FedAlloyError
+from fedalloy.flower.credentials import make_certificates, make_site_key
+from fedalloy.flower.guide import guide
+from fedalloy.flower.terms import Terms
+
+LINK = "fedalloy"  # the name of the connection in Flower's own config
+START_LIMIT = 60.0  # seconds
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class Deployment:
+    """What `fedalloy deploy init` wrote: app/, credentials/, sites/, and server/ once it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        if not (self.folder / "app" / "pyproject.toml").is_file():
+            raise FedAlloyError(f"{folder} is no deployment; make one with 'fedalloy deploy init {folder}'")
+
+    @classmethod
+    def create(cls, folder: Path, config: Config, terms: Terms, hosts: list[str], port: int) -> "Deployment":
+        if folder.exists() and any(folder.iterdir()):
+            raise FedAlloyError(f"{folder} exists already; give another folder")
+        (folder / "app").mkdir(parents=True)
+        make_certificates(folder / "credentials", hosts)
+        for client in range(config.clients):
+            site = folder / "sites" / f"site-{client}"
+            make_site_key(site)
+            shutil.copy(folder / "credentials" / "ca.pem", site / "ca.pem")
+        address = f"{hosts[0]}:{port}"
+        (folder / "app" / "pyproject.toml").write_text(_app(config, terms))
+        (folder / "README.md").write_text(guide(config, terms, address))
+        flower = folder / ".flwr"
+        flower.mkdir()
+        link = {"address": address, "root-certificates": str(folder.resolve() / "credentials" / "ca.pem")}
+        (flower / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": LINK, LINK: link}}))
+        (folder / ".gitignore").write_text("credentials/\nsites/\nserver/\n.flwr/\n")
+        return cls(folder)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return environment(self.folder / ".flwr")
+
+    @property
+    def address(self) -> str:
+        import tomllib
+
+        found = tomllib.loads((self.folder / ".flwr" / "config.toml").read_text())
+        return str(found["superlink"][LINK]["address"])
+
+    def start_server(self, host: str) -> subprocess.Popen[bytes]:
+        """The SuperLink, with TLS and keys required; what it knows survives on disk."""
+        here, made = self.folder / "server", self.folder / "credentials"
+        here.mkdir(exist_ok=True)
+        port = self.address.rpartition(":")[2]
+        command = [
+            tool("flower-superlink"),
+            *("--host", host, "--port", port),
+            *("--ssl-ca-certfile", str(made / "ca.pem")),
+            *("--ssl-certfile", str(made / "server.pem"), "--ssl-keyfile", str(made / "server.key")),
+            *("--database", str(here / "superlink.db")),
+            "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation",
+        ]
+        return start(command, self.environment, here)
+
+    def register_sites(self, process: subprocess.Popen[bytes]) -> list[str]:
+        """Let in the sites whose public keys lie in sites/; the names of those."""
+        wait_for(self.address, process)
+        names = []
+        known = self.folder / "server" / "registered.json"
+        done = set(json.loads(known.read_text())) if known.exists() else set()
+        for site in sorted((self.folder / "sites").iterdir()):
+            public = (site / "key.pub").read_text() if (site / "key.pub").exists() else ""
+            if public and public not in done:
+                self.flwr("supernode", "register", str(site / "key.pub"), LINK, "--name", site.name)
+                done.add(public)
+            names.append(site.name)
+        known.write_text(json.dumps(sorted(done)))
+        return names
+
+    def start_run(self, overrides: Sequence[str] = ()) -> int:
+        """Hand the app to the SuperLink; the number of the run."""
+        words = [word for one in overrides for word in ("--run-config", one)]
+        answer = self.flwr("run", str(self.folder / "app"), LINK, "--format", "json", *words)
+        return int(answer["run-id"])
+
+    def status(self, run: int) -> tuple[str, str]:
+        """Flower's word on a run, such as finished:completed, and its reason if it failed."""
+        answer = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")
+        (found,) = answer["runs"]
+        return str(found["status"]), str(found.get("details", ""))
+
+    def stop_run(self, run: int) -> None:
+        self.flwr("stop", str(run), LINK, "--format", "json")
+
+    def flwr(self, *words: str) -> dict[str, Any]:
+        """Flower's own command line, in JSON where it speaks that."""
+        done = subprocess.run(
+            [tool("flwr"), *words], env=self.environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        told = (done.stdout + done.stderr).strip()
+        if done.returncode:
+            raise FedAlloyError(f"flwr {' '.join(words[:2])} failed: {told}")
+        with contextlib.suppress(ValueError):
+            found: dict[str, Any] = json.loads(done.stdout)
+            if found.get("success") is False:
+                raise FedAlloyError(f"flwr {' '.join(words[:2])} failed: {found.get('error-message', told)}")
+            return found
+        return {}
+
+
+def environment(home: Path) -> dict[str, str]:
+    """No telemetry, no look for updates, one thread for each process, and quick to see a new task."""
+    return {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
+def tool(name: str) -> str:
+    """Flower's commands are installed next to this Python."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        raise FedAlloyError("Flower is not installed; type: pip install 'fedalloy[flower]'")
+    return found
+
+
+@contextlib.contextmanager
+def site_process(
+    bundle: Path, superlink: str, node: dict[str, Any], state: Path, *, keyed: bool = True, trusted: bool = True
+) -> Iterator[tuple[subprocess.Popen[bytes], str, bytes]]:
+    """A SuperNode in process isolation: the process, its local address, and the secret for asking there."""
+    state.mkdir(parents=True, exist_ok=True)
+    secret, port = secrets.token_bytes(32), free_port()
+    file = state / "worker.secret"
+    file.touch(mode=0o600)
+    file.write_bytes(secret)
+    command = [
+        tool("flower-supernode"),
+        *("--superlink", superlink),
+        *(("--root-certificates", str(bundle / "ca.pem")) if trusted else ("--insecure",)),
+        *(("--auth-supernode-private-key", str(bundle / "key")) if keyed else ()),
+        *("--isolation", "process", "--host", "127.0.0.1", "--port", str(port)),
+        *("--superexec-auth-secret-file", str(file)),
+        *("--node-config", " ".join(f"{name}={json.dumps(value)}" for name, value in node.items())),
+    ]
+    process = start(command, environment(state / ".flwr"), state)
+    try:
+        yield process, f"127.0.0.1:{port}", secret
+    finally:
+        stop(process)
+        file.unlink(missing_ok=True)
+
+
+def start(command: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """A process that ends when this one does, however that happens."""
+    return subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_die_with(os.getpid()))
+
+
+def stop(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes], limit: float = START_LIMIT) -> None:
+    """Until somebody listens there."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise FedAlloyError(f"the process for {address} ended at once with code {process.returncode}; see above")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            return
+        time.sleep(0.1)
+    raise FedAlloyError(f"nobody listens at {address} after {limit:g} s")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def bind() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind
+
+
+def _app(config: Config, terms: Terms) -> str:
+    """The Flower app: its configuration is a FedAlloy config and the terms of the deployment."""
+    chosen = {**config.model_dump(exclude_none=True), **terms.model_dump(exclude_none=True)}
+    for name in ("engine", "workers", "timeout"):
+        chosen.pop(name, None)
+    components = {"serverapp": "fedalloy.flower.apps:server_app", "clientapp": "fedalloy.flower.apps:client_app"}
+    app = {
+        "publisher": "fedalloy",
+        "components": components,
+        "config": {name.replace("_", "-"): value for name, value in chosen.items()},
+    }
+    return tomli_w.dumps(
+        {
+            "project": {
+                "name": "fedalloy-federation",
+                "version": "1.0.0",
+                "description": "A FedAlloy federation.",
+                "license": "Apache-2.0",
+                "dependencies": [f"fedalloy[flower]=={__version__}"],
+            },
+            "tool": {"flwr": {"app": app}},
+        }
+    )

@@ -1,0 +1,173 @@
+"""The engine of a real federation: mail goes out over Flower's grid, and every wait has an end."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedalloy import __version__
+from fedalloy.client import Info
+from fedalloy.errors import FedAlloyError
+from fedalloy.flower.records import FACTS, mail_record, read_reply
+from fedalloy.flower.site import HELLO
+from fedalloy.nets.base import Inputs
+from fedalloy.wire import Mail, Reply
+from fedalloy.workshop import Workshop
+
+PAUSE = 0.1  # seconds between two looks for replies
+KINDS = {"train": "train", "evaluate": "evaluate", "tell": "query"}
+ROOM = 64 * 1024 * 1024  # bytes that a reply may take beyond what its slots declare
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A site that has said hello."""
+
+    node: int
+    client: int
+    samples: int
+    inputs: Inputs
+
+
+class Lobby:
+    """Who is there: nodes say which client they are, how much they hold and what their samples look like."""
+
+    def __init__(self, grid: Grid, clients: int) -> None:
+        self.grid, self.clients = grid, clients
+        self.guests: dict[int, Guest] = {}
+        self.turned_away: dict[int, str] = {}  # by node
+        self._asked: dict[str, int] = {}  # message: node
+        self._seen: set[int] = set()
+
+    def fill(self, wanted: int, limit: float) -> None:
+        """Wait until so many sites have joined."""
+        deadline = time.monotonic() + limit
+        while len(self.guests) < wanted:
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(k) for k in range(self.clients) if k not in self.guests)
+                away = "".join(f"; node {node} {why}" for node, why in self.turned_away.items())
+                raise FedAlloyError(
+                    f"{len(self.guests)} of {wanted} sites joined within {limit:g} s; missing: client {missing}{away}"
+                )
+            self.look()
+            time.sleep(PAUSE)
+
+    def look(self) -> None:
+        """Greet nodes not seen before, and hear those who answer; waits for nobody."""
+        present = set(self.grid.get_node_ids())
+        self._seen &= present  # whoever left has to say hello again
+        for node in sorted(present - self._seen):
+            self._seen.add(node)
+            hello = RecordDict({HELLO: ConfigRecord({"version": __version__})})
+            for message in self.grid.push_messages([Message(hello, node, "query")]):
+                self._asked[message] = node
+        for message, node in list(self._asked.items()):
+            for answer in self.grid.pull_messages([message]):
+                del self._asked[message]
+                self._greet(node, answer)
+
+    def _greet(self, node: int, answer: Message) -> None:
+        try:
+            guest = _guest(node, answer, self.clients)
+            known = self.guests.get(guest.client)
+            if known and known.node != node and known.node in self._seen:
+                raise FedAlloyError(f"claims to be client {guest.client}, which is node {known.node}")
+            if any(other.inputs != guest.inputs for other in self.guests.values()):
+                raise FedAlloyError(f"has samples of another kind: {guest.inputs}")
+        except FedAlloyError as error:
+            self.turned_away[node] = str(error)
+        else:
+            self.guests[guest.client] = guest
+
+
+def _guest(node: int, answer: Message, clients: int) -> Guest:
+    if answer.has_error():
+        raise FedAlloyError(f"could not say hello: {answer.error.reason}")
+    facts = answer.content.get(FACTS)
+    try:
+        if not isinstance(facts, ConfigRecord):
+            raise TypeError
+        client, samples, version = facts["client"], facts["samples"], facts["version"]
+        kind, shape, classes, vocab = json.loads(str(facts["inputs"]))
+        inputs = Inputs(kind, tuple(shape), classes, vocab)
+        if type(client) is not int or type(samples) is not int or samples < 0:
+            raise TypeError
+    except (KeyError, ValueError, TypeError):
+        raise FedAlloyError("said hello in words nobody understands") from None
+    if version != __version__:
+        raise FedAlloyError(f"runs FedAlloy {version}, the server {__version__}")
+    if not 0 <= client < clients:
+        raise FedAlloyError(f"claims to be client {client} of {clients}")
+    return Guest(node, client, samples, inputs)
+
+
+class Post:
+    """Carries mail to sites. What the server can do itself, scoring on its own test set, it does itself."""
+
+    def __init__(
+        self, workshop: Workshop, lobby: Lobby, run: str, round_limit: float, checkpoint_every: int = 1
+    ) -> None:
+        self.workshop, self.lobby, self.run, self.limit = workshop, lobby, run, round_limit
+        self.every = checkpoint_every
+        declared = sum(spec.bytes for way in ("up", "told") for spec in workshop.sites.of(0).specs(way).values())
+        self.most_bytes = ROOM + 2 * declared
+
+    def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
+        """A reply for each mail: an answer, or why there is none."""
+        if mails and mails[0].errand == "score":
+            yield from map(self.workshop.open, mails)
+            return
+        self.lobby.look()
+        waiting: dict[str, Mail] = {}
+        for mail in mails:
+            guest = self.lobby.guests.get(mail.client)
+            sent = self._push(mail, guest) if guest else None
+            if sent is None:
+                yield _silent(mail, "is not connected")
+            else:
+                waiting[sent] = mail
+        deadline = time.monotonic() + self.limit
+        while waiting and time.monotonic() < deadline:
+            for message, mail in list(waiting.items()):
+                if answers := self._pull(message, mail):
+                    del waiting[message]
+                    yield from answers
+            if waiting:
+                time.sleep(PAUSE)
+        for mail in waiting.values():
+            yield _silent(mail, f"did not answer within {self.limit:g} s")
+
+    def close(self) -> None:
+        """Nothing to close: the grid is Flower's."""
+
+    def _push(self, mail: Mail, guest: Guest) -> str | None:
+        info: Info = self.workshop.federation.info
+        safe = (mail.round - 1) // self.every * self.every
+        record = mail_record(
+            mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples
+        )
+        message = Message(record, guest.node, KINDS[mail.errand], ttl=self.limit, group_id=str(mail.round))
+        return next(iter(self.lobby.grid.push_messages([message])), None)
+
+    def _pull(self, message: str, mail: Mail) -> list[Reply]:
+        """The answer if it is there; one that cannot even be unpacked harms nobody else's."""
+        try:
+            answers = list(self.lobby.grid.pull_messages([message]))
+            return [self._read(answer, mail) for answer in answers]
+        except (FedAlloyError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return [_silent(mail, f"sent what cannot be read: {error}")]
+
+    def _read(self, answer: Message, mail: Mail) -> Reply:
+        if answer.has_error():
+            return _silent(mail, f"failed: {answer.error.reason}")
+        try:
+            return read_reply(answer.content, mail.client, self.most_bytes)
+        except FedAlloyError as error:
+            return _silent(mail, str(error))
+
+
+def _silent(mail: Mail, why: str) -> Reply:
+    return Reply(mail.round, mail.client, error=why)

@@ -1,0 +1,97 @@
+"""Mail and replies as Flower's records: named arrays and a few plain values; what comes in is believed in nothing."""
+
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedalloy.errors import FedAlloyError
+from fedalloy.wire import Items, Mail, Reply
+
+DTYPES = {"float32", "float64", "float16", "int64", "int32", "uint8", "bool"}
+ITEMS, FACTS = "items", "facts"
+
+Facts = dict[str, int | float | str | bool]
+
+
+def mail_record(mail: Mail, **facts: int | float | str) -> RecordDict:
+    """A mail, and what a site has to know of the run besides."""
+    return _record(mail.items, {"errand": mail.errand, "round": mail.round, "client": mail.client, **facts})
+
+
+def read_mail(content: RecordDict) -> tuple[Mail, Facts]:
+    """The inverse of `mail_record`."""
+    items, facts = _items(content, math.inf), _facts(content)
+    errand, round, client = facts.get("errand"), facts.get("round"), facts.get("client")
+    if errand not in ("train", "evaluate", "tell") or type(round) is not int or type(client) is not int:
+        raise FedAlloyError("this message is no mail of FedAlloy's")
+    return Mail(errand, round, client, items), facts
+
+
+def reply_record(reply: Reply) -> RecordDict:
+    """A reply; notes stay at home, for they are diagnostics of simulations."""
+    names = ("round", "client", "samples", "steps", "seen", "loss", "seconds")
+    return _record(reply.items, {name: getattr(reply, name) for name in names})
+
+
+def read_reply(content: RecordDict, client: int, most_bytes: float = math.inf) -> Reply:
+    """What a client answered; for anything but a reply an error that says what is wrong with it."""
+    facts = _facts(content)
+    counts = {name: facts.get(name) for name in ("round", "samples", "steps", "seen")}
+    if wrong := [name for name, value in counts.items() if type(value) is not int]:
+        raise FedAlloyError(f"sent no whole number as {wrong[0]}")
+    times = {name: facts.get(name) for name in ("loss", "seconds")}
+    if wrong := [name for name, value in times.items() if type(value) is not float]:
+        raise FedAlloyError(f"sent no number as {wrong[0]}")
+    if facts.get("client") != client or type(facts.get("client")) is not int:
+        raise FedAlloyError(f"claims to be client {facts.get('client')}")
+    if extra := sorted(facts.keys() - {*counts, *times, "client"}):
+        raise FedAlloyError(f"sent undeclared {', '.join(extra)}")
+    values: dict[str, Any] = {**counts, **times}
+    if not math.isfinite(values["seconds"]) or min(values["steps"], values["seen"]) < 0:
+        raise FedAlloyError("sent impossible counts of its work")
+    return Reply(client=client, items=_items(content, most_bytes), **values)
+
+
+def _record(items: Items, facts: Mapping[str, Any]) -> RecordDict:
+    arrays = {key: Array(value.detach().contiguous().numpy()) for key, value in items.items()}
+    return RecordDict({ITEMS: ArrayRecord(arrays), FACTS: ConfigRecord(dict(facts))})
+
+
+def _facts(content: RecordDict) -> Facts:
+    record = content.get(FACTS)
+    if not isinstance(record, ConfigRecord) or content.keys() - {ITEMS, FACTS}:
+        raise FedAlloyError("sent records of another kind")
+    return {key: value for key, value in record.items() if isinstance(value, (int, float, str, bool))}
+
+
+def _items(content: RecordDict, most_bytes: float) -> Items:
+    record = content.get(ITEMS)
+    if not isinstance(record, ArrayRecord):
+        raise FedAlloyError("sent no arrays")
+    size = sum(len(array.data) for array in record.values())
+    if size > most_bytes:
+        raise FedAlloyError(f"sent {size:,} bytes; at most {most_bytes:,.0f} are expected")
+    return {key: torch.from_numpy(_array(key, array)) for key, array in record.items()}
+
+
+def _array(key: str, array: Array) -> "np.ndarray[Any, np.dtype[Any]]":
+    """Numbers in numpy's own form, whose header says neither more nor less than what follows it."""
+    if array.stype != "numpy.ndarray":
+        raise FedAlloyError(f"{key} comes as {array.stype!r}")
+    data = io.BytesIO(array.data)
+    try:
+        if np.lib.format.read_magic(data) != (1, 0):
+            raise ValueError("not written by numpy's save")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(data)
+        left = len(array.data) - data.tell()
+        if dtype.name not in DTYPES or fortran or left != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{dtype} {shape} in {left} bytes")
+        found = np.frombuffer(array.data, dtype, offset=data.tell()).reshape(shape)
+    except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
+        raise FedAlloyError(f"{key} is no array: {error}") from None
+    return found.astype(dtype.newbyteorder("="))  # a copy of our own, which may be written to

@@ -1,0 +1,115 @@
+"""The server of a real federation: wait for the sites, then the same rounds as everywhere, resumed if there were some."""
+
+import logging
+import uuid
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedalloy.config import Config
+from fedalloy.data import Augment, Dataset, Prepare, Split, load
+from fedalloy.errors import FedAlloyError
+from fedalloy.federation import Federation, federate
+from fedalloy.flower.post import Guest, Lobby, Post
+from fedalloy.flower.terms import Settings, Terms, read_settings
+from fedalloy.folder import RunFolder
+from fedalloy.run import Record, Result, Setup, play
+from fedalloy.storage import write_whole
+
+log = logging.getLogger("fedalloy")
+
+
+@dataclass(frozen=True)
+class Roll(Federation):
+    """What a server knows of sites with data of their own: how many samples each trains on."""
+
+    told: tuple[int, ...] = ()
+
+    @property
+    def clients(self) -> int:
+        return len(self.told)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        return torch.tensor(self.told)
+
+    @property
+    def counts(self) -> Tensor | None:
+        return None
+
+
+def serve(grid: Grid, settings: Settings) -> Result:
+    """A whole training over the sites that `grid` reaches; carries on if the run folder holds a part of one."""
+    config, terms = read_settings(settings)
+    lobby = Lobby(grid, config.clients)
+    wanted = terms.least_sites or config.clients
+    lobby.fill(wanted, terms.join_limit)
+    federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby.guests)
+    setup = Setup(config, federation)
+    folder = _folder(Path(terms.run_folder), config)
+    if summary := folder.summary():
+        return Result(folder.path, config, folder.history(), summary)
+    post = partial(
+        Post,
+        lobby=lobby,
+        run=_name(folder),
+        round_limit=terms.round_limit,
+        checkpoint_every=config.checkpoint_every,
+    )
+    return play(setup, folder, partial(_after_round, terms), engine=lambda workshop: post(workshop))
+
+
+def roll(config: Config, terms: Terms, guests: dict[int, Guest]) -> Roll:
+    """The federation as its sites described it, with the server's own test set if there is one."""
+    inputs = next(iter(guests.values())).inputs
+    if terms.test_data:
+        root = Path(config.data_root) if config.data_root else None
+        dataset = load(terms.test_data, root, terms.classes)
+        if dataset.inputs != inputs:
+            raise FedAlloyError(f"{terms.test_data} holds {dataset.inputs}, the sites hold {inputs}")
+    else:
+        nothing = torch.empty(0, *inputs.shape, dtype=torch.uint8)
+        names = terms.classes
+        dataset = Dataset(
+            "sites", nothing, torch.empty(0).long(), 0, inputs.kind, inputs.classes, names, vocab=inputs.vocab
+        )
+    none = torch.empty(0, dtype=torch.int64)
+    offsets = torch.zeros(config.clients + 1, dtype=torch.int64)
+    split = Split(none, offsets, none, offsets, torch.arange(dataset.train, len(dataset.y)))
+    told = tuple(guests[k].samples if k in guests else 0 for k in range(config.clients))
+    return Roll(dataset, split, Prepare.of(dataset, Augment()), told=told)
+
+
+def _folder(path: Path, config: Config) -> RunFolder:
+    """The run's folder, new or as an earlier server left it."""
+    if not (path / "config.toml").is_file():
+        return RunFolder.create(path, config)
+    folder = RunFolder.existing(path)
+    if changed := folder.config.differences(config):
+        raise FedAlloyError(
+            f"{path} was started with other settings ({', '.join(changed)}); give another run-folder for a new run"
+        )
+    return folder
+
+
+def _name(folder: RunFolder) -> str:
+    """What sites keep this run's private state under: the same after a restart, another for every new run."""
+    file = folder.path / "run-id"
+    if not file.exists():
+        write_whole(file, uuid.uuid4().hex.encode())
+    return file.read_text()
+
+
+def _after_round(terms: Terms, record: Record) -> None:
+    """Say how it went; a round with too few replies ends the run, which can be resumed."""
+    lost = "".join(f"; client {one['client']} {one['why']}" for one in record["refused"])
+    usable = len(record["participants"]) - len(record["refused"])
+    log.info("round %d: %d of %d replies%s", record["round"], usable, len(record["participants"]), lost)
+    if usable < terms.least_replies:
+        raise FedAlloyError(
+            f"round {record['round']} brought {usable} usable replies, {terms.least_replies} are needed{lost}"
+        )

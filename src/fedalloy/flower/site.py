@@ -1,0 +1,142 @@
+"""A site of a federation: it answers mail with its own data, and keeps its clients' private state on its own disk."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedalloy import __version__
+from fedalloy.client import Info
+from fedalloy.config import Config
+from fedalloy.data import IID, Split, load
+from fedalloy.errors import FedAlloyError
+from fedalloy.federation import Federation, federate
+from fedalloy.flower.records import FACTS, Facts, read_mail, reply_record
+from fedalloy.flower.terms import Settings, read_settings
+from fedalloy.run import Setup, one_thread
+from fedalloy.storage import Vault
+from fedalloy.workshop import Workshop
+
+HELLO = "hello"
+RUN = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Share(Federation):
+    """One site's own data; how many others there are, and how much they hold together, the server says."""
+
+    known: Info = Info(1, 1)
+
+    @cached_property
+    def info(self) -> Info:
+        return self.known
+
+
+class Desk:
+    """Where one client's mail is answered: its data, its nets, its vault."""
+
+    def __init__(self, settings: Settings, node: Settings) -> None:
+        self.config, self.terms = read_settings({**settings, **_own(node)})
+        _refuse_foreign_code(self.config, node)
+        self.client = _client(node, self.config)
+        self.state = Path(str(node.get("state", "fedalloy-state"))).expanduser()
+        self.federation = self._federation()
+        self.setup = Setup(self.config, self.federation)
+
+    def hello(self) -> Facts:
+        """What the server has to know before the first round."""
+        inputs = self.federation.dataset.inputs
+        return {
+            "client": self.client,
+            "samples": int(self.federation.sizes[self.client]),
+            "version": __version__,
+            "inputs": json.dumps([inputs.kind, list(inputs.shape), inputs.classes, inputs.vocab]),
+        }
+
+    def answer(self, message: Message) -> RecordDict:
+        mail, facts = read_mail(message.content)
+        if mail.client != self.client:
+            raise FedAlloyError(f"this site is client {self.client}, the mail is for client {mail.client}")
+        workshop = self._workshop(facts)
+        with one_thread():
+            return reply_record(workshop.open(mail))
+
+    def _workshop(self, facts: Facts) -> Workshop:
+        run, checkpoint = str(facts.get("run", "")), int(facts.get("checkpoint", 0))
+        if not RUN.fullmatch(run):
+            raise FedAlloyError("this mail names no run")
+        federation = self.federation
+        if isinstance(federation, Share):
+            federation = replace(federation, known=Info(int(facts["clients"]), int(facts["samples"])))
+        config, vault = self.config, Vault(self.state / run)
+        vault.trim([self.client], checkpoint)
+        on_global = config.personal_on_global and self.terms.sites == "dealt"
+        return Workshop(
+            self.setup.method, self.setup.sites, federation, config.local, vault, config.seed, on_global
+        )
+
+    def _federation(self) -> Federation:
+        if self.terms.sites == "dealt":
+            return federate(**self.config.dealing)
+        root = Path(self.config.data_root) if self.config.data_root else None
+        dataset = load(self.config.data, root, self.terms.classes)
+        alone = federate(
+            dataset, 1, IID(), self.config.seed, self.config.test_share, augment=self.config.augment
+        )
+        before, after = [0] * self.client, self.config.clients - self.client - 1
+        return Share(alone.dataset, _alone(alone, before, after), alone.prepare)
+
+
+def _alone(federation: Federation, before: list[int], after: int) -> Split:
+    """The split in which one client of many holds everything."""
+    split = federation.split
+
+    def spread(offsets: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([*before, *offsets.tolist(), *offsets[-1:].tolist() * after])
+
+    return replace(
+        split,
+        train_offsets=spread(split.train_offsets),
+        test_offsets=spread(split.test_offsets),
+        global_test=split.global_test[:0],
+    )
+
+
+def _own(node: Settings) -> Settings:
+    """What a site sets for itself: where its data are, and perhaps under which name."""
+    return {name: node[name] for name in ("data", "data-root") if name in node}
+
+
+def _client(node: Settings, config: Config) -> int:
+    client = node.get("client")
+    if type(client) is not int or not 0 <= client < config.clients:
+        raise FedAlloyError(
+            f"--node-config client={client} names no client; they run from 0 to {config.clients - 1}"
+        )
+    return client
+
+
+def _refuse_foreign_code(config: Config, node: Settings) -> None:
+    """A server may name methods and models of FedAlloy, never any importable code, unless the site allows it."""
+    if node.get("allow-code") is True:
+        return
+    for name in (config.method, *config.architectures):
+        if ":" in name.partition("(")[0]:
+            raise FedAlloyError(f"{name} is code outside of FedAlloy; this site does not run it (--allow-code)")
+
+
+@lru_cache(maxsize=4)
+def _desk(settings: str, node: str) -> Desk:
+    return Desk(json.loads(settings), json.loads(node))
+
+
+def answer(message: Message, context: Context) -> Message:
+    """Flower's message in, Flower's message out."""
+    desk = _desk(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
+    if message.metadata.message_type == "query" and HELLO in message.content:
+        return Message(RecordDict({FACTS: ConfigRecord(desk.hello())}), reply_to=message)
+    return Message(desk.answer(message), reply_to=message)

@@ -1,0 +1,83 @@
+"""A site's long-lived worker. Flower would start a process for every message, and torch would be imported in each.
+
+A SuperNode in process isolation leaves its messages to whoever asks its local address with the right secret: here a
+process that has torch, the data and the nets at hand. It runs FedAlloy as installed at the site, and no code of the server's.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import httpx
+from flwr.app import Context, Error, Message
+from flwr.common.constant import ErrorCode, SubStatus
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SuperExecAuthHttpInterceptor,
+)
+from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+
+PAUSE = 0.1  # seconds between two looks for a message
+ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
+
+Answer = Callable[[Message, Context], Message]
+
+log = logging.getLogger("fedalloy")
+
+
+def work(address: str, secret: bytes, answer: Answer, alive: Callable[[], bool]) -> None:
+    """Answer the messages of the SuperNode at a local address as long as it is alive."""
+    signer = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
+    client = _client(address, signer)
+    while alive():
+        try:
+            found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+        except httpx.HTTPError as error:  # it is not up yet, or going down
+            log.debug("no SuperNode at %s: %s", address, error)
+            time.sleep(PAUSE)
+            continue
+        if found.HasField("task") and found.token:
+            _handle(address, found.token, answer)
+        else:
+            time.sleep(PAUSE)
+    client.close()
+
+
+def _handle(address: str, token: str, answer: Answer) -> None:
+    """One message: pulled, answered, its answer pushed; an error goes to the server as one."""
+    client = _client(address, RuntimeTokenHttpInterceptor(token))
+    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heartbeat.start()
+    context, status, details = None, SubStatus.FAILED, "the message could not be fetched"
+    try:
+        message, context, _, _ = pull_task_input(client)
+        try:
+            reply, status, details = answer(message, context), SubStatus.COMPLETED, ""
+        except Exception as error:
+            log.exception("a message could not be answered")
+            details = f"{type(error).__name__}: {error}"
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, details), reply_to=message)
+        push_message(client, reply, context)
+    except (httpx.HTTPError, RuntimeError, ValueError) as error:
+        log.warning("a message was lost: %s", error)
+    finally:
+        push_task_output(client, context, status, details)
+        heartbeat.stop()
+        client.close()
+
+
+def _client(address: str, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
+    return RuntimeHttpClient.from_server_address(
+        address,
+        insecure=True,  # it does not leave this machine
+        root_certificates=None,
+        interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), *interceptors],
+        retry_invoker=make_simple_http_retry_invoker(),
+    )
