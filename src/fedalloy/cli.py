@@ -1,4 +1,4 @@
-"""The command line: run, compare, tune, methods, explain, partition, report, diagnose, reproduce, bench, models."""
+"""Commands: run, compare, tune, methods, explain, partition, report, diagnose, reproduce, bench, models, deploy."""
 
 import json
 import math
@@ -27,6 +27,7 @@ from fedalloy.diagnose import study
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.expression import slug, split
 from fedalloy.federation import federate
+from fedalloy.flower.cli import deploy
 from fedalloy.folder import RunFolder
 from fedalloy.presets import PRESETS
 from fedalloy.ranges import AtLeastOne, expected
@@ -43,6 +44,7 @@ app = App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
 )
+app.command(deploy)
 
 Settings = Annotated[Config | None, Parameter(name="*")]
 AsJson = Annotated[
@@ -89,7 +91,7 @@ def run(
             result = resume(place, chosen, bar.round, bar.reply)
     report = write_run_report(result.folder)
     if as_json:
-        _print_json({**result.summary, "folder": str(result.folder), "report": str(report)})
+        print_json({**result.summary, "folder": str(result.folder), "report": str(report)})
     else:
         show.run(terminal, result, report)
 
@@ -142,7 +144,7 @@ def compare(
     ):
         plan.run(bar.run, bar.round, bar.reply)
     if as_json:
-        _print_json(plan.facts())
+        print_json(plan.facts())
     else:
         show.comparison(terminal, plan.folder)
 
@@ -193,14 +195,14 @@ def tune(
         progress(terminal, total, total - plan.rounds_left()) as bar,
     ):
         plan.run(bar.run, bar.round, bar.reply)
-    _print_json(plan.facts()) if as_json else show.tuning(terminal, plan)
+    print_json(plan.facts()) if as_json else show.tuning(terminal, plan)
 
 
 @app.command
 def methods(*, as_json: AsJson = False) -> None:
     """List the methods, with their papers and parameters, and the parts that can be added to them."""
     recipes, parts = anatomy.recipes(), anatomy.parts()
-    _print_json({"methods": recipes, "parts": parts}) if as_json else show.methods(console(), recipes, parts)
+    print_json({"methods": recipes, "parts": parts}) if as_json else show.methods(console(), recipes, parts)
 
 
 @app.command
@@ -226,7 +228,7 @@ def explain(
         The folder where that data set lies.
     """
     facts = anatomy.explain(method, model, load(data, data_root).inputs).facts()
-    _print_json(facts) if as_json else show.explanation(console(), facts)
+    print_json(facts) if as_json else show.explanation(console(), facts)
 
 
 @app.command
@@ -247,7 +249,7 @@ def partition(
     path = out or (None if as_json else Path("partition.html"))
     picture = show.partition_picture(federation, path) if path else None
     if as_json:
-        _print_json({**show.partition_facts(federation), "picture": str(picture) if picture else None})
+        print_json({**show.partition_facts(federation), "picture": str(picture) if picture else None})
     else:
         show.partition(console(), federation, picture)
 
@@ -266,7 +268,7 @@ def report(folder: Path, *, as_json: AsJson = False) -> None:
     else:
         written = [write_run_report(folder)]
     if as_json:
-        _print_json({"written": [str(path) for path in written]})
+        print_json({"written": [str(path) for path in written]})
     else:
         show.files(console(), **{path.name: path for path in written})
 
@@ -288,7 +290,7 @@ def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False)
     found = study(*reopen(folder), RunFolder.existing(folder), clients)
     written = write_run_report(folder)
     if as_json:
-        _print_json({**found["numbers"], "report": str(written)})
+        print_json({**found["numbers"], "report": str(written)})
     else:
         show.findings(console(), found["numbers"])
         show.files(console(), report=written)
@@ -319,7 +321,7 @@ def bench(
         found = benches.play(names, rounds, repeats, data_root, lambda row: status.update(f"bench {row}"))
     if out:
         write_whole(out, (json.dumps(found, indent=2) + "\n").encode())
-    _print_json(found) if as_json else show.benches(console(), found)
+    print_json(found) if as_json else show.benches(console(), found)
 
 
 @app.command
@@ -338,13 +340,13 @@ def reproduce(
         PAPER/ITEM, such as ssf/matrix; "list" shows what there is.
     """
     if item == "list":
-        _print_json(studies.items()) if as_json else show.studies(console(), studies.items())
+        print_json(studies.items()) if as_json else show.studies(console(), studies.items())
         return
     terminal = console(quiet=as_json)
     with counting(terminal, item) as tick:
         done = studies.reproduce(item, out or Path("runs") / slug(item), split(only), tick)
     if as_json:
-        _print_json({**done.facts, "files": {name: str(path) for name, path in done.files.items()}})
+        print_json({**done.facts, "files": {name: str(path) for name, path in done.files.items()}})
     else:
         show.tables(terminal, done.tables)
         show.files(terminal, **done.files)
@@ -373,7 +375,7 @@ def models(
         rows.append(
             {"name": name, "says": says, "parameters": size.parameters, "flops_per_sample": size.flops}
         )
-    _print_json({"models": rows}) if as_json else show.models(console(), rows, data)
+    print_json({"models": rows}) if as_json else show.models(console(), rows, data)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -458,6 +460,7 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
-def _print_json(value: dict[str, Any]) -> None:
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on standard output."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
     sys.stdout.flush()

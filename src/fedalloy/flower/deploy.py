@@ -5,12 +5,14 @@ import ctypes
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,12 @@ class Deployment:
             raise FedAlloyError(f"{folder} exists already; give another folder")
         (folder / "app").mkdir(parents=True)
         make_certificates(folder / "credentials", hosts)
+        address = f"{hosts[0]}:{port}"
         for client in range(config.clients):
             site = folder / "sites" / f"site-{client}"
             make_site_key(site)
             shutil.copy(folder / "credentials" / "ca.pem", site / "ca.pem")
-        address = f"{hosts[0]}:{port}"
+            (site / "site.toml").write_text(tomli_w.dumps({"client": client, "superlink": address}))
         (folder / "app" / "pyproject.toml").write_text(_app(config, terms))
         (folder / "README.md").write_text(guide(config, terms, address))
         flower = folder / ".flwr"
@@ -58,13 +61,28 @@ class Deployment:
         return cls(folder)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What the app is configured to do."""
+        found = tomllib.loads((self.folder / "app" / "pyproject.toml").read_text())
+        settings: dict[str, Any] = found["tool"]["flwr"]["app"]["config"]
+        return settings
+
+    def settings_with(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """The same with some changed, such as 'rounds=5 lr=0.1'."""
+        words = "\n".join(word for one in overrides for word in shlex.split(one, posix=False))
+        return {**self.settings, **tomllib.loads(words)}
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the server writes the run; a relative path begins in server/."""
+        return self.folder / "server" / str(self.settings["run-folder"])
+
+    @property
     def environment(self) -> dict[str, str]:
         return environment(self.folder / ".flwr")
 
     @property
     def address(self) -> str:
-        import tomllib
-
         found = tomllib.loads((self.folder / ".flwr" / "config.toml").read_text())
         return str(found["superlink"][LINK]["address"])
 
@@ -117,7 +135,12 @@ class Deployment:
     def flwr(self, *words: str) -> dict[str, Any]:
         """Flower's own command line, in JSON where it speaks that."""
         done = subprocess.run(
-            [tool("flwr"), *words], env=self.environment, capture_output=True, text=True, timeout=120, check=False
+            [tool("flwr"), *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         told = (done.stdout + done.stderr).strip()
         if done.returncode:
@@ -153,7 +176,13 @@ def tool(name: str) -> str:
 
 @contextlib.contextmanager
 def site_process(
-    bundle: Path, superlink: str, node: dict[str, Any], state: Path, *, keyed: bool = True, trusted: bool = True
+    bundle: Path,
+    superlink: str,
+    node: dict[str, Any],
+    state: Path,
+    *,
+    keyed: bool = True,
+    trusted: bool = True,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, bytes]]:
     """A SuperNode in process isolation: the process, its local address, and the secret for asking there."""
     state.mkdir(parents=True, exist_ok=True)
@@ -199,7 +228,9 @@ def wait_for(address: str, process: subprocess.Popen[bytes], limit: float = STAR
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise FedAlloyError(f"the process for {address} ended at once with code {process.returncode}; see above")
+            raise FedAlloyError(
+                f"the process for {address} ended at once with code {process.returncode}; see above"
+            )
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
             return
         time.sleep(0.1)
@@ -230,7 +261,10 @@ def _app(config: Config, terms: Terms) -> str:
     chosen = {**config.model_dump(exclude_none=True), **terms.model_dump(exclude_none=True)}
     for name in ("engine", "workers", "timeout"):
         chosen.pop(name, None)
-    components = {"serverapp": "fedalloy.flower.apps:server_app", "clientapp": "fedalloy.flower.apps:client_app"}
+    components = {
+        "serverapp": "fedalloy.flower.apps:server_app",
+        "clientapp": "fedalloy.flower.apps:client_app",
+    }
     app = {
         "publisher": "fedalloy",
         "components": components,

@@ -10,7 +10,7 @@ PAGE = """\
 |---|---|---|
 | `app/` | the run: method, model, rounds, limits (`pyproject.toml`, section `tool.flwr.app.config`) | the server |
 | `credentials/` | the server's certificate and key | the server only |
-| `sites/site-K/` | what site K needs to join: its key pair and the authority's certificate | site K only, over a safe way |
+| `sites/site-K/` | what site K needs to join: its key pair and the authority's certificate | site K only |
 | `server/` | checkpoint, history and report of the run; what Flower remembers | made by the server |
 
 ## The server
@@ -19,9 +19,10 @@ PAGE = """\
 
 ## Each site, on its own machine, with its own data
 
-    fedalloy deploy site site-0 --client 0 --superlink {address} --data-root DIR
+    fedalloy deploy site site-0 --data-root DIR
 
-`DIR` holds the site's data{data}. Private state stays in `--state` (by default `site-0/state`).
+`DIR` holds the site's data{data}.
+The server is at {address}; `site-0/site.toml` says so. Private state stays in `--state`, by default `site-0/state`.
 
 ## Start, watch, stop
 
@@ -29,8 +30,8 @@ PAGE = """\
     fedalloy deploy status .
     fedalloy deploy stop .
 
-After a crash of anything, start it again with the same command. A run that was cut short carries on from its last checkpoint with
-`fedalloy deploy run .`.
+After a crash of anything, start it again with the same command. A run that was cut short carries on from its last
+checkpoint with `fedalloy deploy run .`.
 """
 
 
@@ -39,5 +40,7 @@ def guide(config: Config, terms: Terms, address: str) -> str:
     if terms.sites == "dealt":
         data = f", the whole data set `{config.data}`: each site takes its share of it"
     else:
-        data = f" as `{config.data}.npz`, a folder `{config.data}/` of images by class, or `{config.data}.csv`"
+        data = (
+            f" as `{config.data}.npz`, a folder `{config.data}/` of images by class, or `{config.data}.csv`"
+        )
     return PAGE.format(method=config.method, clients=config.clients, address=address, data=data)

@@ -13,6 +13,7 @@ from fedalloy.client import Info
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.records import FACTS, mail_record, read_reply
 from fedalloy.flower.site import HELLO
+from fedalloy.flower.terms import Terms
 from fedalloy.nets.base import Inputs
 from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
@@ -98,7 +99,7 @@ def _guest(node: int, answer: Message, clients: int) -> Guest:
     except (KeyError, ValueError, TypeError):
         raise FedAlloyError("said hello in words nobody understands") from None
     if version != __version__:
-        raise FedAlloyError(f"runs FedAlloy {version}, the server {__version__}")
+        raise FedAlloyError(f"runs FedAlloy {version!r}, the server {__version__}")
     if not 0 <= client < clients:
         raise FedAlloyError(f"claims to be client {client} of {clients}")
     return Guest(node, client, samples, inputs)
@@ -108,11 +109,12 @@ class Post:
     """Carries mail to sites. What the server can do itself, scoring on its own test set, it does itself."""
 
     def __init__(
-        self, workshop: Workshop, lobby: Lobby, run: str, round_limit: float, checkpoint_every: int = 1
+        self, workshop: Workshop, lobby: Lobby, run: str, terms: Terms, checkpoint_every: int = 1
     ) -> None:
-        self.workshop, self.lobby, self.run, self.limit = workshop, lobby, run, round_limit
-        self.every = checkpoint_every
-        declared = sum(spec.bytes for way in ("up", "told") for spec in workshop.sites.of(0).specs(way).values())
+        self.workshop, self.lobby, self.run = workshop, lobby, run
+        self.limit, self.least, self.every = terms.round_limit, terms.least_replies, checkpoint_every
+        site = workshop.sites.of(0)
+        declared = sum(spec.bytes for way in ("up", "told") for spec in site.specs(way).values())
         self.most_bytes = ROOM + 2 * declared
 
     def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
@@ -120,6 +122,20 @@ class Post:
         if mails and mails[0].errand == "score":
             yield from map(self.workshop.open, mails)
             return
+        lost: list[Reply] = []
+        for reply in self._exchange(mails):
+            lost += [reply] if reply.error else []
+            yield reply
+        if mails and mails[0].errand == "train" and len(mails) - len(lost) < self.least:
+            why = "; ".join(f"client {reply.client} {reply.error}" for reply in lost)
+            raise FedAlloyError(
+                f"round {mails[0].round} brought {len(mails) - len(lost)} replies, {self.least} are needed: {why}"
+            )
+
+    def close(self) -> None:
+        """Nothing to close: the grid is Flower's."""
+
+    def _exchange(self, mails: Sequence[Mail]) -> Iterator[Reply]:
         self.lobby.look()
         waiting: dict[str, Mail] = {}
         for mail in mails:
@@ -140,15 +156,10 @@ class Post:
         for mail in waiting.values():
             yield _silent(mail, f"did not answer within {self.limit:g} s")
 
-    def close(self) -> None:
-        """Nothing to close: the grid is Flower's."""
-
     def _push(self, mail: Mail, guest: Guest) -> str | None:
         info: Info = self.workshop.federation.info
         safe = (mail.round - 1) // self.every * self.every
-        record = mail_record(
-            mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples
-        )
+        record = mail_record(mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples)
         message = Message(record, guest.node, KINDS[mail.errand], ttl=self.limit, group_id=str(mail.round))
         return next(iter(self.lobby.grid.push_messages([message])), None)
 

@@ -10,9 +10,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedalloy.errors import FedAlloyError
-from fedalloy.wire import Items, Mail, Reply
+from fedalloy.wire import Errand, Items, Mail, Reply
 
 DTYPES = {"float32", "float64", "float16", "int64", "int32", "uint8", "bool"}
+ERRANDS: dict[str, Errand] = {"train": "train", "evaluate": "evaluate", "tell": "tell"}  # what sites do
 ITEMS, FACTS = "items", "facts"
 
 Facts = dict[str, int | float | str | bool]
@@ -27,9 +28,9 @@ def read_mail(content: RecordDict) -> tuple[Mail, Facts]:
     """The inverse of `mail_record`."""
     items, facts = _items(content, math.inf), _facts(content)
     errand, round, client = facts.get("errand"), facts.get("round"), facts.get("client")
-    if errand not in ("train", "evaluate", "tell") or type(round) is not int or type(client) is not int:
+    if errand not in ERRANDS or type(round) is not int or type(client) is not int:
         raise FedAlloyError("this message is no mail of FedAlloy's")
-    return Mail(errand, round, client, items), facts
+    return Mail(ERRANDS[str(errand)], round, client, items), facts
 
 
 def reply_record(reply: Reply) -> RecordDict:

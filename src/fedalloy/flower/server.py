@@ -1,4 +1,4 @@
-"""The server of a real federation: wait for the sites, then the same rounds as everywhere, resumed if there were some."""
+"""The server of a real federation: wait for the sites, then the same rounds as everywhere, or the rest of them."""
 
 import logging
 import uuid
@@ -54,13 +54,9 @@ def serve(grid: Grid, settings: Settings) -> Result:
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
     post = partial(
-        Post,
-        lobby=lobby,
-        run=_name(folder),
-        round_limit=terms.round_limit,
-        checkpoint_every=config.checkpoint_every,
+        Post, lobby=lobby, run=_name(folder), terms=terms, checkpoint_every=config.checkpoint_every
     )
-    return play(setup, folder, partial(_after_round, terms), engine=lambda workshop: post(workshop))
+    return play(setup, folder, _after_round, engine=post)
 
 
 def roll(config: Config, terms: Terms, guests: dict[int, Guest]) -> Roll:
@@ -104,12 +100,8 @@ def _name(folder: RunFolder) -> str:
     return file.read_text()
 
 
-def _after_round(terms: Terms, record: Record) -> None:
-    """Say how it went; a round with too few replies ends the run, which can be resumed."""
+def _after_round(record: Record) -> None:
+    """Say how it went, and who was missing."""
     lost = "".join(f"; client {one['client']} {one['why']}" for one in record["refused"])
     usable = len(record["participants"]) - len(record["refused"])
     log.info("round %d: %d of %d replies%s", record["round"], usable, len(record["participants"]), lost)
-    if usable < terms.least_replies:
-        raise FedAlloyError(
-            f"round {record['round']} brought {usable} usable replies, {terms.least_replies} are needed{lost}"
-        )

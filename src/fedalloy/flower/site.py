@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -29,7 +29,7 @@ RUN = re.compile(r"[0-9a-f]{32}")
 class Share(Federation):
     """One site's own data; how many others there are, and how much they hold together, the server says."""
 
-    known: Info = Info(1, 1)
+    known: Info = field(default=Info(1, 1))
 
     @cached_property
     def info(self) -> Info:
@@ -126,7 +126,9 @@ def _refuse_foreign_code(config: Config, node: Settings) -> None:
         return
     for name in (config.method, *config.architectures):
         if ":" in name.partition("(")[0]:
-            raise FedAlloyError(f"{name} is code outside of FedAlloy; this site does not run it (--allow-code)")
+            raise FedAlloyError(
+                f"{name} is code outside of FedAlloy; this site does not run it (--allow-code)"
+            )
 
 
 @lru_cache(maxsize=4)
@@ -138,5 +140,5 @@ def answer(message: Message, context: Context) -> Message:
     """Flower's message in, Flower's message out."""
     desk = _desk(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
     if message.metadata.message_type == "query" and HELLO in message.content:
-        return Message(RecordDict({FACTS: ConfigRecord(desk.hello())}), reply_to=message)
+        return Message(RecordDict({FACTS: ConfigRecord({**desk.hello()})}), reply_to=message)
     return Message(desk.answer(message), reply_to=message)

@@ -1,11 +1,11 @@
 """What a deployment is agreed on besides the config of a run: whose data, how long to wait, how many must be there."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from fedalloy.config import Config, complaint
+from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import split
 from fedalloy.ranges import AtLeastOne, Positive
@@ -20,20 +20,26 @@ class Terms(pydantic.BaseModel):
 
     sites: Literal["own", "dealt"] = Field(
         default="own",
-        description="own: each site holds data of its own; dealt: each takes its share of one data set, as a simulation would.",
+        description="own: each site holds data of its own; dealt: each takes its share of one data set, "
+        "as a simulation would.",
     )
     class_names: str = Field(
-        default="", description="The classes of the federation, such as 'cat,dog'; needed where sites hold their own data."
+        default="",
+        description="The classes of the federation, such as 'cat,dog'; needed where sites hold their own data.",
     )
     test_data: str = Field(
         default="",
-        description="A data set in the server's own data root that global models are tried on; without one, sites try them.",
+        description="A data set in the server's own data root that global models are tried on; "
+        "without one, sites try them.",
     )
     run_folder: str = Field(
-        default="fedalloy-run", description="Where the server keeps checkpoint, history and report."
+        default="run",
+        description="Where the server keeps checkpoint, history and report; in its own folder server/.",
     )
     join_limit: Positive = Field(default=300.0, description="Seconds in which enough sites must have joined.")
-    round_limit: Positive = Field(default=600.0, description="Seconds after which a round goes on without late sites.")
+    round_limit: Positive = Field(
+        default=600.0, description="Seconds after which a round goes on without late sites."
+    )
     least_sites: AtLeastOne | None = Field(
         default=None, description="Start, and end a round, with so many sites; all of them by default."
     )
@@ -58,5 +64,7 @@ def read_settings(found: Settings) -> tuple[Config, Terms]:
         first = error.errors()[0]
         raise FedAlloyError(f"{first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
     if terms.sites == "own" and not terms.class_names:
-        raise FedAlloyError("sites with data of their own must agree on the classes: set class-names = 'a,b,c'")
+        raise FedAlloyError(
+            "sites with data of their own must agree on the classes: set class-names = 'a,b,c'"
+        )
     return config, terms

@@ -1,7 +1,7 @@
 """A site's long-lived worker. Flower would start a process for every message, and torch would be imported in each.
 
 A SuperNode in process isolation leaves its messages to whoever asks its local address with the right secret: here a
-process that has torch, the data and the nets at hand. It runs FedAlloy as installed at the site, and no code of the server's.
+process that has torch, the data and the nets at hand. It runs FedAlloy as installed there, no code of the server's.
 """
 
 import logging
@@ -20,7 +20,6 @@ from flwr.supercore.interceptors import (
     SuperExecAuthHttpInterceptor,
 )
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor
-from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
@@ -79,5 +78,4 @@ def _client(address: str, *interceptors: ProtobufClientInterceptor) -> RuntimeHt
         insecure=True,  # it does not leave this machine
         root_certificates=None,
         interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), *interceptors],
-        retry_invoker=make_simple_http_retry_invoker(),
     )
