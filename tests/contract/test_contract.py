@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from settings import ROWS, VARIANTS, Row
 from torch import Tensor
 
@@ -18,9 +19,11 @@ from fedalloy.config import Config
 from fedalloy.engines.inline import Inline
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
+from fedalloy.flower.server import serve
 from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result, Setup, one_round, one_thread, play, resume, sample
 from fedalloy.server import Server
+from fedalloy.storage import Vault
 from fedalloy.wire import Items, Mail, Reply, Spec, bytes_of, restore
 
 FED = federate("digits", clients=5, skew="pathological:3", seed=0)
@@ -130,6 +133,18 @@ def test_trains(case: Case) -> None:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_same_bits_on_workers(case: Case, workers: int) -> None:
     assert bits(case.run(f"workers{workers}", engine="workers", workers=workers)) == case.bits
+
+
+def test_same_bits_over_flower(case: Case) -> None:
+    """Mail and replies as Flower's messages, every client at a site of its own."""
+    if case.row not in ROWS or case.model != case.row.models[0]:
+        pytest.skip("one model of each method is enough")
+    chosen = case.setup.config.model_dump(exclude_none=True, exclude={"engine", "workers", "timeout"})
+    settings = {**chosen, "sites": "dealt", "run_folder": str(case.room / "flower"), "join_limit": 5.0}
+    grid = Loopback(settings, case.room / "state", [{}] * FED.clients)
+    result = serve(grid, settings)
+    private = Vault(case.room / "state" / (result.folder / "run-id").read_text()).fingerprint()
+    assert bits(result) | {"private": private} == case.bits
 
 
 def test_private_state_is_as_the_row_says(case: Case) -> None:

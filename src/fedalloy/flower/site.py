@@ -139,6 +139,11 @@ def _desk(settings: str, node: str) -> Desk:
 def answer(message: Message, context: Context) -> Message:
     """Flower's message in, Flower's message out."""
     desk = _desk(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
+    return greet_or_answer(desk, message)
+
+
+def greet_or_answer(desk: Desk, message: Message) -> Message:
+    """A hello for a hello, a reply for a mail."""
     if message.metadata.message_type == "query" and HELLO in message.content:
         return Message(RecordDict({FACTS: ConfigRecord({**desk.hello()})}), reply_to=message)
     return Message(desk.answer(message), reply_to=message)

@@ -1,0 +1,261 @@
+"""`fedalloy deploy`: a real federation, from its folder to its end. Flower is imported only by what needs it."""
+
+import logging
+import signal
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from fedalloy.config import Config
+from fedalloy.console import console, progress
+from fedalloy.errors import FedAlloyError
+from fedalloy.flower.terms import Terms, read_settings
+from fedalloy.folder import RunFolder
+
+if TYPE_CHECKING:
+    from fedalloy.flower.deploy import Deployment
+
+deploy = App(
+    name="deploy", help="A real federation over Flower: make it, start its server and sites, run it."
+)
+
+Folder = Annotated[Path, Parameter(help="The deployment's folder.")]
+AsJson = Annotated[
+    bool,
+    Parameter(name="--json", negative="", show_default=False, help="Print one JSON object and nothing else."),
+]
+LOOK = 5.0  # seconds between two questions to Flower about a run
+SETTLED = 15.0  # seconds that a SuperNode lives if it was let in
+PAUSE = 2.0  # seconds before it is started again
+
+
+@deploy.command
+def init(
+    folder: Annotated[Path, Parameter(help="The folder to write, which must be new.")],
+    /,
+    *,
+    settings: Annotated[Config | None, Parameter(name="*")] = None,
+    terms: Annotated[Terms | None, Parameter(name="*")] = None,
+    host: Annotated[
+        str, Parameter(help="The server's name or address as sites see it; several are parted by commas.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="The server's port.")] = 9092,
+) -> None:
+    """Write a ready Flower app with certificates, keys for all sites and a page of instructions."""
+    from fedalloy.flower.deploy import Deployment
+
+    chosen = settings or Config()
+    agreed = terms or Terms()
+    read_settings({**chosen.model_dump(exclude_unset=True), **agreed.model_dump(exclude_unset=True)})
+    if "clients" not in chosen.model_fields_set:
+        raise FedAlloyError("how many sites are there? give --clients, such as --clients 3")
+    Deployment.create(folder, chosen, agreed, [word.strip() for word in host.split(",")], port)
+    terminal = console()
+    terminal.print(f"deployment  {folder}\nread next   {folder / 'README.md'}", soft_wrap=True)
+
+
+@deploy.command
+def server(
+    folder: Folder,
+    /,
+    *,
+    bind: Annotated[str, Parameter(help="The address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
+) -> None:
+    """Start the server (Flower's SuperLink) and let in the sites whose keys it has; until Ctrl-C."""
+    from fedalloy.flower.deploy import Deployment, stop
+
+    made = Deployment(folder)
+    with _until_stopped():
+        process = made.start_server(bind)
+        try:
+            names = made.register_sites(process)
+            console().print(f"ready: {made.address} for {', '.join(names)}", soft_wrap=True)
+            process.wait()
+            raise FedAlloyError(f"the SuperLink ended with code {process.returncode}; see above")
+        finally:
+            stop(process)
+
+
+@deploy.command
+def site(
+    bundle: Annotated[Path, Parameter(help="The site's folder: its key, ca.pem and site.toml.")],
+    /,
+    *,
+    data_root: Annotated[
+        Path | None, Parameter(help="The folder with this site's data: NAME.npz, NAME/ (images) or NAME.csv.")
+    ] = None,
+    data: Annotated[str | None, Parameter(help="The name of the data here, if it is not the run's.")] = None,
+    state: Annotated[
+        Path | None, Parameter(help="Where private state is kept; by default BUNDLE/state.")
+    ] = None,
+    superlink: Annotated[
+        str | None, Parameter(help="HOST:PORT of the server, if it is not that of site.toml.")
+    ] = None,
+    patience: Annotated[
+        float, Parameter(help="Seconds to go on trying while the server does not let it in.")
+    ] = 300.0,
+    allow_code: Annotated[
+        bool, Parameter(negative="", help="Let the server name models and methods outside of FedAlloy.")
+    ] = False,
+) -> None:
+    """Start a site: a SuperNode and the worker that answers its messages; until Ctrl-C."""
+    from fedalloy.flower.deploy import site_process
+    from fedalloy.flower.site import answer
+    from fedalloy.flower.worker import work
+
+    told = _site(bundle)
+    kept = (state or bundle / "state").resolve()
+    node: dict[str, Any] = {"client": told["client"], "state": str(kept)}
+    node |= {"data-root": str(data_root.resolve())} if data_root else {}
+    node |= {"data": data} if data else {}
+    node |= {"allow-code": True} if allow_code else {}
+    logging.getLogger("fedalloy").addHandler(logging.StreamHandler())
+    server, terminal = superlink or told["superlink"], console()
+    terminal.print(f"site {told['client']} of {server}: private state in {kept}", soft_wrap=True)
+    refused_since = time.monotonic()
+    with _until_stopped():
+        while True:
+            began = time.monotonic()
+            with site_process(bundle.resolve(), server, node, kept) as (process, address, secret):
+                work(address, secret, answer, lambda: process.poll() is None)
+                now = time.monotonic()
+            if now - began > SETTLED:
+                refused_since = now
+            elif now - refused_since > patience:
+                raise FedAlloyError(
+                    f"{server} did not let this site in for {patience:g} s (code {process.returncode}); see above. "
+                    "Does it run, and does it have this site's key.pub?"
+                )
+            time.sleep(PAUSE)
+
+
+@deploy.command
+def run(
+    folder: Folder,
+    /,
+    *,
+    run_config: Annotated[
+        tuple[str, ...], Parameter(help="Change settings of the app, such as 'rounds=5 lr=0.1'.")
+    ] = (),
+    detach: Annotated[bool, Parameter(negative="", help="Do not wait for the end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start the run, or carry on with one that was cut short, and wait for its end."""
+    from fedalloy import show
+    from fedalloy.cli import print_json
+    from fedalloy.flower.deploy import Deployment
+    from fedalloy.report import write_run_report
+    from fedalloy.run import Result
+
+    made, terminal = Deployment(folder), console(quiet=as_json)
+    number = made.start_run(run_config)
+    (made.folder / "server" / "last-run").write_text(str(number))
+    if detach:
+        print_json({"run": str(number)}) if as_json else terminal.print(f"run {number} started")
+        return
+    config, terms = read_settings(made.settings_with(run_config))
+    place = RunFolder(made.folder / "server" / terms.run_folder)
+    with progress(terminal, config.rounds) as bar:
+        _watch(made, number, place, bar.round)
+    summary = place.summary()
+    if summary is None:
+        raise FedAlloyError(f"run {number} ended, but {place.path} holds no summary")
+    report = write_run_report(place.path)
+    if as_json:
+        print_json({**summary, "run": str(number), "folder": str(place.path), "report": str(report)})
+    else:
+        show.run(terminal, Result(place.path, config, place.history(), summary), report)
+
+
+@deploy.command
+def status(folder: Folder, /, *, as_json: AsJson = False) -> None:
+    """How the last run is doing: its rounds, its accuracy, who was missing."""
+    from fedalloy.cli import print_json
+    from fedalloy.flower.deploy import Deployment
+
+    made = Deployment(folder)
+    number = _last(made)
+    word, why = made.status(number)
+    history = RunFolder(made.run_folder).history()
+    facts: dict[str, Any] = {
+        "run": str(number),
+        "status": word,
+        "details": why,
+        "rounds": len(history),
+        "of": made.settings["rounds"],
+        "metrics": next((line["metrics"] for line in reversed(history) if line["metrics"]), None),
+        "missing": history[-1]["refused"] if history else [],
+    }
+    if as_json:
+        print_json(facts)
+        return
+    terminal = console()
+    terminal.print(f"run {number}: {word} {why}\nround {facts['rounds']} of {facts['of']}", soft_wrap=True)
+    for one in facts["missing"]:
+        terminal.print(f"client {one['client']} {one['why']}", soft_wrap=True)
+
+
+@deploy.command
+def stop(folder: Folder, /) -> None:
+    """Stop the last run; 'fedalloy deploy run' carries on with it."""
+    from fedalloy.flower.deploy import Deployment
+
+    made = Deployment(folder)
+    number = _last(made)
+    made.stop_run(number)
+    console().print(f"run {number} stopped")
+
+
+def _watch(made: "Deployment", number: int, place: RunFolder, on_round: Any) -> None:
+    """Wait for the end of a run, telling of every round that is new."""
+    seen, looked = len(place.history()), 0.0
+    while True:
+        history = place.history()
+        for record in history[seen:]:
+            on_round(record)
+        seen = max(seen, len(history))
+        if time.monotonic() - looked > LOOK or place.summary() is not None:
+            word, why = made.status(number)
+            looked = time.monotonic()
+            if word == "finished:completed":
+                return
+            if word.startswith("finished"):
+                reason = why.removeprefix("ServerApp failed with exception: ")
+                raise FedAlloyError(f"run {number} {word.partition(':')[2]}: {reason}")
+        time.sleep(0.2)
+
+
+def _site(bundle: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((bundle / "site.toml").read_text())
+    except (OSError, tomllib.TOMLDecodeError):
+        raise FedAlloyError(f"{bundle} is no site's folder: it needs site.toml, key and ca.pem") from None
+
+
+def _last(made: "Deployment") -> int:
+    file = made.folder / "server" / "last-run"
+    if not file.exists():
+        raise FedAlloyError(f"nothing was run yet; type: fedalloy deploy run {made.folder}")
+    return int(file.read_text())
+
+
+@contextmanager
+def _until_stopped() -> Iterator[None]:
+    """Ctrl-C and a polite kill are the usual end of what runs for ever."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console().print("stopped")
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,78 @@
+"""Flower's grid without Flower's processes: messages take their serialised form and go straight to the sites."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from flwr.app import Error, Message
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedalloy.flower.site import Desk, greet_or_answer
+
+Tamper = Callable[[Message, Message], Message | None]  # the question, the answer: another answer, or none at all
+
+
+class Loopback(Grid):
+    """One node for each client, number 100 + client."""
+
+    def __init__(self, settings: dict[str, Any], state: Path, nodes: Sequence[dict[str, Any]]) -> None:
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+        self.desks = {
+            100 + place: Desk(settings, {"client": place, "state": str(state), **node})
+            for place, node in enumerate(nodes)
+        }
+        self.present = set(self.desks)
+        self.tamper: Tamper = lambda question, answer: answer
+        self.waiting: dict[str, Message] = {}
+        self.sent = 0
+
+    def set_run(self, run: Run) -> None: ...
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return sorted(self.present)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = []
+        for message in messages:
+            self.sent += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self.sent}"
+            self.waiting[f"message-{self.sent}"] = message
+            names.append(f"message-{self.sent}")
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        found = []
+        for name in message_ids:
+            node = self.waiting[name].metadata.dst_node_id
+            if node not in self.present:
+                continue
+            question = self.waiting.pop(name)
+            try:
+                answer = greet_or_answer(self.desks[node], travelled(question))
+            except Exception as error:
+                answer = Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=question)
+            changed = self.tamper(question, answer)
+            found += [] if changed is None else [travelled(changed)]
+        return found
+
+
+def travelled(message: Message) -> Message:
+    """The message as it is after its way as bytes."""
+    contents = {name: one.deflate() for name, one in get_all_nested_objects(message).items()}
+    arrived = cast(Message, inflate_object_from_contents(message.object_id, contents))
+    arrived.metadata.__dict__["_message_id"] = message.metadata.message_id
+    return arrived
