@@ -183,6 +183,7 @@ def site_process(
     *,
     keyed: bool = True,
     trusted: bool = True,
+    extra: Sequence[str] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, bytes]]:
     """A SuperNode in process isolation: the process, its local address, and the secret for asking there."""
     state.mkdir(parents=True, exist_ok=True)
@@ -198,6 +199,7 @@ def site_process(
         *("--isolation", "process", "--host", "127.0.0.1", "--port", str(port)),
         *("--superexec-auth-secret-file", str(file)),
         *("--node-config", " ".join(f"{name}={json.dumps(value)}" for name, value in node.items())),
+        *extra,
     ]
     process = start(command, environment(state / ".flwr"), state)
     try:
@@ -209,7 +211,7 @@ def site_process(
 
 def start(command: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     """A process that ends when this one does, however that happens."""
-    return subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_die_with(os.getpid()))
+    return subprocess.Popen(command, env=env, cwd=folder, preexec_fn=die_with(os.getpid()))
 
 
 def stop(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
@@ -243,7 +245,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
+    """For a new process: a polite kill for it when this one is gone."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -18,7 +19,7 @@ from fedalloy.nets.base import Inputs
 from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
-PAUSE = 0.1  # seconds between two looks for replies
+PAUSE = 0.2  # seconds between two looks for replies
 KINDS = {"train": "train", "evaluate": "evaluate", "tell": "query"}
 ROOM = 64 * 1024 * 1024  # bytes that a reply may take beyond what its slots declare
 
@@ -65,13 +66,13 @@ class Lobby:
             hello = RecordDict({HELLO: ConfigRecord({"version": __version__})})
             for message in self.grid.push_messages([Message(hello, node, "query")]):
                 self._asked[message] = node
-        for message, node in list(self._asked.items()):
-            for answer in self.grid.pull_messages([message]):
-                del self._asked[message]
-                self._greet(node, answer)
+        for message, answer in pulled(self.grid, list(self._asked)):
+            self._greet(self._asked.pop(message), answer)
 
-    def _greet(self, node: int, answer: Message) -> None:
+    def _greet(self, node: int, answer: Message | str) -> None:
         try:
+            if isinstance(answer, str):
+                raise FedAlloyError(answer)
             guest = _guest(node, answer, self.clients)
             known = self.guests.get(guest.client)
             if known and known.node != node and known.node in self._seen:
@@ -105,6 +106,21 @@ def _guest(node: int, answer: Message, clients: int) -> Guest:
     return Guest(node, client, samples, inputs)
 
 
+def pulled(grid: Grid, messages: list[str]) -> list[tuple[str, Message | str]]:
+    """The answers that are there, by the message they answer; of one that cannot be unpacked, why."""
+    if not messages:
+        return []
+    try:
+        answers = {answer.metadata.reply_to_message_id: answer for answer in grid.pull_messages(messages)}
+    except httpx.HTTPError:
+        raise
+    except Exception as error:  # whatever Flower's reader says to objects that somebody made up
+        if len(messages) == 1:
+            return [(messages[0], f"sent what cannot be unpacked: {error}")]
+        return [found for message in messages for found in pulled(grid, [message])]
+    return [(message, answers[message]) for message in messages if message in answers]
+
+
 class Post:
     """Carries mail to sites. What the server can do itself, scoring on its own test set, it does itself."""
 
@@ -113,9 +129,9 @@ class Post:
     ) -> None:
         self.workshop, self.lobby, self.run = workshop, lobby, run
         self.limit, self.least, self.every = terms.round_limit, terms.least_replies, checkpoint_every
-        site = workshop.sites.of(0)
-        declared = sum(spec.bytes for way in ("up", "told") for spec in site.specs(way).values())
-        self.most_bytes = ROOM + 2 * declared
+        sites = [workshop.sites.named(model) for model in workshop.sites.models]
+        slots = [[spec for way in ("up", "told") for spec in site.specs(way).values()] for site in sites]
+        self.most_bytes = ROOM + 2 * max(sum(spec.bytes for spec in each) for each in slots)
 
     def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
         """A reply for each mail: an answer, or why there is none."""
@@ -127,7 +143,7 @@ class Post:
             lost += [reply] if reply.error else []
             yield reply
         if mails and mails[0].errand == "train" and len(mails) - len(lost) < self.least:
-            why = "; ".join(f"client {reply.client} {reply.error}" for reply in lost)
+            why = "; ".join(f"client {reply.client} {reply.error}" for reply in sorted(lost, key=_client))
             raise FedAlloyError(
                 f"round {mails[0].round} brought {len(mails) - len(lost)} replies, {self.least} are needed: {why}"
             )
@@ -147,10 +163,7 @@ class Post:
                 waiting[sent] = mail
         deadline = time.monotonic() + self.limit
         while waiting and time.monotonic() < deadline:
-            for message, mail in list(waiting.items()):
-                if answers := self._pull(message, mail):
-                    del waiting[message]
-                    yield from answers
+            yield from self._answers(waiting)
             if waiting:
                 time.sleep(PAUSE)
         for mail in waiting.values():
@@ -163,13 +176,13 @@ class Post:
         message = Message(record, guest.node, KINDS[mail.errand], ttl=self.limit, group_id=str(mail.round))
         return next(iter(self.lobby.grid.push_messages([message])), None)
 
-    def _pull(self, message: str, mail: Mail) -> list[Reply]:
-        """The answer if it is there; one that cannot even be unpacked harms nobody else's."""
-        try:
-            answers = list(self.lobby.grid.pull_messages([message]))
-            return [self._read(answer, mail) for answer in answers]
-        except (FedAlloyError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return [_silent(mail, f"sent what cannot be read: {error}")]
+    def _answers(self, waiting: dict[str, Mail]) -> list[Reply]:
+        """The answers that are there; one that cannot even be unpacked harms nobody else's."""
+        replies = []
+        for message, answer in pulled(self.lobby.grid, list(waiting)):
+            mail = waiting.pop(message)
+            replies.append(_silent(mail, answer) if isinstance(answer, str) else self._read(answer, mail))
+        return replies
 
     def _read(self, answer: Message, mail: Mail) -> Reply:
         if answer.has_error():
@@ -178,6 +191,10 @@ class Post:
             return read_reply(answer.content, mail.client, self.most_bytes)
         except FedAlloyError as error:
             return _silent(mail, str(error))
+
+
+def _client(reply: Reply) -> int:
+    return reply.client
 
 
 def _silent(mail: Mail, why: str) -> Reply:

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedalloy.errors import FedAlloyError
-from fedalloy.wire import Errand, Items, Mail, Reply
+from fedalloy.wire import MOST_SAMPLES, Errand, Items, Mail, Reply
 
 DTYPES = {"float32", "float64", "float16", "int64", "int32", "uint8", "bool"}
 ERRANDS: dict[str, Errand] = {"train": "train", "evaluate": "evaluate", "tell": "tell"}  # what sites do
@@ -53,8 +53,11 @@ def read_reply(content: RecordDict, client: int, most_bytes: float = math.inf) -
     if extra := sorted(facts.keys() - {*counts, *times, "client"}):
         raise FedAlloyError(f"sent undeclared {', '.join(extra)}")
     values: dict[str, Any] = {**counts, **times}
-    if not math.isfinite(values["seconds"]) or min(values["steps"], values["seen"]) < 0:
-        raise FedAlloyError("sent impossible counts of its work")
+    for name in ("samples", "steps", "seen"):
+        if not 0 <= values[name] <= MOST_SAMPLES:
+            raise FedAlloyError(f"claims {values[name]} {name}")
+    if not math.isfinite(values["seconds"]):
+        raise FedAlloyError("took no time that a clock could show")
     return Reply(client=client, items=_items(content, most_bytes), **values)
 
 

@@ -1,0 +1,214 @@
+"""A real federation over loopback: a SuperLink and three SuperNodes in processes of their own, with TLS and keys."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedalloy.config import Config
+from fedalloy.flower.credentials import make_site_key
+from fedalloy.flower.deploy import Deployment, die_with, free_port, site_process
+from fedalloy.flower.terms import Terms
+from fedalloy.run import start
+
+pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(600)]
+
+SETTINGS: dict[str, Any] = {
+    "clients": 3,
+    "rounds": 2,
+    "model": "mlp(hidden=8, norm=batch)",
+    "batch": 64,
+    "lr": 0.1,
+}
+SITES = 3
+PATIENCE = 90.0  # seconds for anything to happen
+
+
+class Federation:
+    """A deployment with its processes, each of which may be killed and started again."""
+
+    def __init__(self, folder: Path, **terms: Any) -> None:
+        config = Config.of(SETTINGS)
+        agreed = Terms(sites="dealt", join_limit=60.0, **terms)
+        self.made = Deployment.create(folder, config, agreed, ["127.0.0.1"], free_port())
+        self.folder = folder
+        self.server: subprocess.Popen[bytes] | None = None
+        self.sites: dict[int, subprocess.Popen[bytes]] = {}
+
+    def fedalloy(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "fedalloy", *words]
+
+    def begin(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                self.fedalloy(*words),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),
+            )
+
+    def start_server(self) -> None:
+        mark = self.log("server").count("ready:")
+        self.server = self.begin("server", "deploy", "server", str(self.folder), "--bind", "127.0.0.1")
+        until(lambda: self.log("server").count("ready:") > mark, "the server to be ready")
+
+    def start_site(self, client: int) -> None:
+        bundle = self.folder / "sites" / f"site-{client}"
+        self.sites[client] = self.begin(f"site-{client}", "deploy", "site", str(bundle))
+
+    def kill_site(self, client: int) -> None:
+        kill(self.sites.pop(client))
+
+    def kill_server(self) -> None:
+        assert self.server
+        kill(self.server)
+
+    def log(self, name: str) -> str:
+        file = self.folder / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def run(self, folder: str, *overrides: str) -> dict[str, Any]:
+        """A run to its end, by the command that users type; its summary."""
+        done = subprocess.run(
+            self.fedalloy(*self.words(folder, *overrides), "--json"),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr + self.log("server")[-3000:]
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def words(self, folder: str, *overrides: str) -> list[str]:
+        settings = " ".join([f'run-folder="{folder}"', *overrides])
+        return ["deploy", "run", str(self.folder), "--run-config", settings]
+
+    def history(self, folder: str) -> list[dict[str, Any]]:
+        file = self.folder / "server" / folder / "history.jsonl"
+        if not file.exists():
+            return []
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    def end(self) -> None:
+        for process in [*self.sites.values(), *([self.server] if self.server else [])]:
+            process.send_signal(signal.SIGTERM)
+        for process in [*self.sites.values(), *([self.server] if self.server else [])]:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Everything that a command started, at once and without a word."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def until(happened: Callable[[], bool], what: str, limit: float = PATIENCE) -> None:
+    deadline = time.monotonic() + limit
+    while not happened():
+        assert time.monotonic() < deadline, f"waited {limit:g} s for {what}"
+        time.sleep(0.1)
+
+
+def inline(room: Path, **settings: Any) -> str:
+    """What the same config gives on the inline engine."""
+    config = Config.of({**SETTINGS, "engine": "inline", **settings})
+    return str(start(config, room).summary["weights_sha256"])
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    found = Federation(tmp_path_factory.mktemp("federation") / "made", round_limit=60.0)
+    try:
+        found.start_server()
+        for client in range(SITES):
+            found.start_site(client)
+        yield found
+    finally:
+        found.end()
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "feddw(mu=1)", "fedblade", "fedsce(p=1, mu=0.1)", "fedpac"]
+)
+def test_same_bits_as_in_a_simulation(federation: Federation, tmp_path: Path, method: str) -> None:
+    summary = federation.run(method.partition("(")[0], f'method="{method}"')
+    assert summary["weights_sha256"] == inline(tmp_path / "inline", method=method)
+
+
+def test_a_site_is_killed_and_comes_back(federation: Federation, tmp_path: Path) -> None:
+    """Its round ends without it in time, the history names it, and it goes on from the state on its own disk."""
+    words = federation.words("killed", 'method="scaffold"', "rounds=4", "round-limit=8.0")
+    running = federation.begin("run", *words)
+    until(lambda: len(federation.history("killed")) == 1, "round 1")
+    began = time.monotonic()
+    federation.kill_site(1)
+    until(lambda: len(federation.history("killed")) == 2, "round 2", 30)
+    assert time.monotonic() - began < 30  # Flower alone would need a minute to notice
+    federation.start_site(1)
+    assert running.wait(120) == 0, federation.log("run")
+    history = federation.history("killed")
+    missed = [line["round"] for line in history if line["refused"]]
+    assert 2 in missed
+    assert 4 not in missed
+    for line in history:
+        for one in line["refused"]:
+            assert one["client"] == 1
+            assert "did not answer within 8 s" in one["why"] or "not connected" in one["why"]
+    kept = sorted((federation.folder / "sites" / "site-1" / "state").glob("*/000001/*.safetensors"))
+    assert any(path.name == "000004.safetensors" for path in kept)
+
+
+def test_the_server_is_killed_and_carries_on(federation: Federation, tmp_path: Path) -> None:
+    """The SuperLink and the training on it die at once; started again, the run ends with the bits of one never cut."""
+    words = federation.words("cut", 'method="scaffold"', "rounds=3")
+    running = federation.begin("cut", *words, "--detach")
+    assert running.wait(60) == 0, federation.log("cut")
+    until(lambda: len(federation.history("cut")) >= 1, "round 1")
+    federation.kill_server()
+    assert not (federation.folder / "server" / "cut" / "summary.json").exists()
+    federation.start_server()
+    summary = federation.run("cut", 'method="scaffold"', "rounds=3")
+    assert summary["weights_sha256"] == inline(tmp_path / "inline", method="scaffold", rounds=3)
+    assert summary["rounds"] == 3
+
+
+def test_too_few_sites_are_an_error_in_time(federation: Federation) -> None:
+    words = federation.words("lonely", "clients=4", "join-limit=8.0")
+    done = subprocess.run(
+        federation.fedalloy(*words), capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode != 0
+    assert "3 of 4 sites joined within 8 s; missing: client 3" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("who", ["a stranger's key", "no key", "no TLS"])
+def test_strangers_are_refused(federation: Federation, tmp_path: Path, who: str) -> None:
+    bundle = federation.folder / "sites" / "site-0"
+    stranger = tmp_path / "stranger"
+    make_site_key(stranger)
+    (stranger / "ca.pem").write_bytes((bundle / "ca.pem").read_bytes())
+    before = federation.log("server").count("Created node_id")
+    with site_process(
+        stranger,
+        federation.made.address,
+        {"client": 0},
+        tmp_path / "state",
+        keyed=who == "a stranger's key",
+        trusted=who != "no TLS",
+        extra=("--max-retries", "1"),
+    ) as (process, _, _):
+        code = process.wait(60)
+    assert code != 0
+    assert federation.log("server").count("Created node_id") == before
