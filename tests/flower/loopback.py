@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from flwr.app import Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -25,6 +25,7 @@ class Loopback(Grid):
             100 + place: Desk(settings, {"client": place, "state": str(state), **node})
             for place, node in enumerate(nodes)
         }
+        self.contexts = {node: Context(1, node, {}, RecordDict(), {}) for node in self.desks}
         self.present = set(self.desks)
         self.tamper: Tamper = lambda question, answer: answer
         self.deaf: Callable[[Message], bool] = lambda question: False  # nobody ever answers these
@@ -40,8 +41,10 @@ class Loopback(Grid):
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError
 
-    def send_and_receive(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
-        raise NotImplementedError
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
 
     def get_node_ids(self) -> Iterable[int]:
         return sorted(self.present)
@@ -63,7 +66,7 @@ class Loopback(Grid):
                 continue
             question = self.waiting.pop(name)
             try:
-                answer = greet_or_answer(self.desks[node], travelled(question))
+                answer = greet_or_answer(self.desks[node], travelled(question), self.contexts[node])
             except Exception as error:
                 answer = Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=question)
             found.append(travelled(self.tamper(question, answer)))

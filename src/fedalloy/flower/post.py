@@ -158,7 +158,7 @@ class Post:
             guest = self.lobby.guests.get(mail.client)
             sent = self._push(mail, guest) if guest else None
             if sent is None:
-                yield _silent(mail, "is not connected")
+                yield silent(mail, "is not connected")
             else:
                 waiting[sent] = mail
         deadline = time.monotonic() + self.limit
@@ -167,13 +167,17 @@ class Post:
             if waiting:
                 time.sleep(PAUSE)
         for mail in waiting.values():
-            yield _silent(mail, f"did not answer within {self.limit:g} s")
+            yield silent(mail, f"did not answer within {self.limit:g} s")
 
-    def _push(self, mail: Mail, guest: Guest) -> str | None:
+    def record(self, mail: Mail) -> RecordDict:
+        """A mail with what its site has to know of the run: private state after `checkpoint` may be asked for again."""
         info: Info = self.workshop.federation.info
         safe = (mail.round - 1) // self.every * self.every
-        record = mail_record(mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples)
-        message = Message(record, guest.node, KINDS[mail.errand], ttl=self.limit, group_id=str(mail.round))
+        return mail_record(mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples)
+
+    def _push(self, mail: Mail, guest: Guest) -> str | None:
+        kind, record = KINDS[mail.errand], self.record(mail)
+        message = Message(record, guest.node, kind, ttl=self.limit, group_id=str(mail.round))
         return next(iter(self.lobby.grid.push_messages([message])), None)
 
     def _answers(self, waiting: dict[str, Mail]) -> list[Reply]:
@@ -181,21 +185,22 @@ class Post:
         replies = []
         for message, answer in pulled(self.lobby.grid, list(waiting)):
             mail = waiting.pop(message)
-            replies.append(_silent(mail, answer) if isinstance(answer, str) else self._read(answer, mail))
+            replies.append(silent(mail, answer) if isinstance(answer, str) else self._read(answer, mail))
         return replies
 
     def _read(self, answer: Message, mail: Mail) -> Reply:
         if answer.has_error():
-            return _silent(mail, f"failed: {answer.error.reason}")
+            return silent(mail, f"failed: {answer.error.reason}")
         try:
             return read_reply(answer.content, mail.client, self.most_bytes)
         except FedAlloyError as error:
-            return _silent(mail, str(error))
+            return silent(mail, str(error))
 
 
 def _client(reply: Reply) -> int:
     return reply.client
 
 
-def _silent(mail: Mail, why: str) -> Reply:
+def silent(mail: Mail, why: str) -> Reply:
+    """What stands for an answer that did not come."""
     return Reply(mail.round, mail.client, error=why)

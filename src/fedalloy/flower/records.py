@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from fedalloy.alloy import Alloy
 from fedalloy.errors import FedAlloyError
 from fedalloy.wire import MOST_SAMPLES, Errand, Items, Mail, Reply
 
@@ -37,6 +38,24 @@ def reply_record(reply: Reply) -> RecordDict:
     """A reply; notes stay at home, for they are diagnostics of simulations."""
     names = ("round", "client", "samples", "steps", "seen", "loss", "seconds")
     return _record(reply.items, {name: getattr(reply, name) for name in names})
+
+
+def maskable_record(reply: Reply, *, by_samples: bool) -> RecordDict:
+    """A reply in the form in which SecAgg+ looks for values to mask: arrays in the order of their names."""
+    arrays = reply_record(reply).array_records[ITEMS]
+    return RecordDict(
+        {
+            "fitres.parameters": ArrayRecord({key: arrays[key] for key in sorted(arrays)}),
+            "fitres.num_examples": MetricRecord({"num_examples": reply.samples if by_samples else 1}),
+            "fitres.metrics": ConfigRecord({}),
+            "fitres.status": ConfigRecord({"code": 0, "message": ""}),
+        }
+    )
+
+
+def weighed_by_samples(method: Alloy) -> bool:
+    """Whether a client counts as much as it has samples."""
+    return any(slot.reduce == "mean" for piece in method for slot in piece.up.values())
 
 
 def read_reply(content: RecordDict, client: int, most_bytes: float = math.inf) -> Reply:

@@ -15,6 +15,7 @@ from fedalloy.data import Augment, Dataset, Prepare, Split, load
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.flower.post import Guest, Lobby, Post
+from fedalloy.flower.sealed import SealedPost, check_sealable
 from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result, Setup, play
@@ -50,11 +51,17 @@ def serve(grid: Grid, settings: Settings) -> Result:
     lobby.fill(wanted, terms.join_limit)
     federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby.guests)
     setup = Setup(config, federation)
+    if terms.sealed:
+        check_sealable(setup.method)
     folder = _folder(Path(terms.run_folder), config)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
     post = partial(
-        Post, lobby=lobby, run=_name(folder), terms=terms, checkpoint_every=config.checkpoint_every
+        SealedPost if terms.sealed else Post,
+        lobby=lobby,
+        run=_name(folder),
+        terms=terms,
+        checkpoint_every=config.checkpoint_every,
     )
     return play(setup, folder, _after_round, engine=post)
 

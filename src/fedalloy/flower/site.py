@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
 from fedalloy import __version__
 from fedalloy.client import Info
@@ -15,10 +17,18 @@ from fedalloy.config import Config
 from fedalloy.data import IID, Split, load
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
-from fedalloy.flower.records import FACTS, Facts, read_mail, reply_record
+from fedalloy.flower.records import (
+    FACTS,
+    Facts,
+    maskable_record,
+    read_mail,
+    reply_record,
+    weighed_by_samples,
+)
 from fedalloy.flower.terms import Settings, read_settings
 from fedalloy.run import Setup, one_thread
 from fedalloy.storage import Vault
+from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
 HELLO = "hello"
@@ -43,6 +53,7 @@ class Desk:
         self.config, self.terms = read_settings({**settings, **_own(node)})
         _refuse_foreign_code(self.config, node)
         self.client = _client(node, self.config)
+        self.only_sealed = self.terms.sealed or node.get("only-sealed") is True
         self.state = Path(str(node.get("state", "fedalloy-state"))).expanduser()
         self.federation = self._federation()
         self.setup = Setup(self.config, self.federation)
@@ -57,13 +68,28 @@ class Desk:
             "inputs": json.dumps([inputs.kind, list(inputs.shape), inputs.classes, inputs.vocab]),
         }
 
-    def answer(self, message: Message) -> RecordDict:
+    def answer(self, message: Message, context: Context | None = None) -> Message:
+        """The answer to a message; one step of SecAgg+ keeps what it must remember in the context."""
+        if RECORD_KEY_CONFIGS in message.content and context is not None:
+            return secaggplus_mod(message, context, self._unmasked)
         mail, facts = read_mail(message.content)
+        if self.only_sealed and mail.errand == "train":
+            raise FedAlloyError("this site sends updates only by secure aggregation")
+        return Message(reply_record(self._do(mail, facts)), reply_to=message)
+
+    def _unmasked(self, message: Message, context: Context) -> Message:
+        """What SecAgg+ masks before it leaves."""
+        records = {key: record for key, record in message.content.items() if key != RECORD_KEY_CONFIGS}
+        reply = self._do(*read_mail(RecordDict(records)))
+        by_samples = weighed_by_samples(self.setup.method)
+        return Message(maskable_record(reply, by_samples=by_samples), reply_to=message)
+
+    def _do(self, mail: Mail, facts: Facts) -> Reply:
         if mail.client != self.client:
             raise FedAlloyError(f"this site is client {self.client}, the mail is for client {mail.client}")
         workshop = self._workshop(facts)
         with one_thread():
-            return reply_record(workshop.open(mail))
+            return workshop.open(mail)
 
     def _workshop(self, facts: Facts) -> Workshop:
         run, checkpoint = str(facts.get("run", "")), int(facts.get("checkpoint", 0))
@@ -139,11 +165,11 @@ def _desk(settings: str, node: str) -> Desk:
 def answer(message: Message, context: Context) -> Message:
     """Flower's message in, Flower's message out."""
     desk = _desk(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
-    return greet_or_answer(desk, message)
+    return greet_or_answer(desk, message, context)
 
 
-def greet_or_answer(desk: Desk, message: Message) -> Message:
+def greet_or_answer(desk: Desk, message: Message, context: Context | None = None) -> Message:
     """A hello for a hello, a reply for a mail."""
     if message.metadata.message_type == "query" and HELLO in message.content:
         return Message(RecordDict({FACTS: ConfigRecord({**desk.hello()})}), reply_to=message)
-    return Message(desk.answer(message), reply_to=message)
+    return desk.answer(message, context)

@@ -45,6 +45,11 @@ class Terms(pydantic.BaseModel):
     )
     least_replies: AtLeastOne = Field(default=1, description="A round with fewer usable replies is an error.")
 
+    sealed: bool = Field(
+        default=False,
+        description="Secure aggregation (SecAgg+): the server sees sums over sites, never one's update.",
+    )
+
     @property
     def classes(self) -> tuple[str, ...]:
         return tuple(split(self.class_names))
