@@ -1,11 +1,14 @@
 """A paper's comparison, and every method at once."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fedalloy import registry
+from fedalloy.compare import Comparison
 from fedalloy.config import Config
+from fedalloy.errors import FedAlloyError
 from fedalloy.presets import PRESETS, every_method, preset
 from terminal import fedalloy
 
@@ -55,6 +58,20 @@ def test_every_method_that_fits() -> None:
     mixed = every_method(("mlp", "lenet"))
     assert {"local", "fedsce", "fedproto", "fml"} <= set(mixed)
     assert not {"fedavg", "scaffold", "moon"} & set(mixed)
+
+
+def test_what_the_settings_do_not_allow_is_left_out_and_named() -> None:
+    """One method that wants plain SGD does not keep all the others from being compared."""
+    base = Config(momentum=0.9, clients=3, rounds=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = Comparison.plan(base, every_method(("mlp",)), [0], Path("all"), fitting=True)
+    assert any("fedsub is left out: FedSub's dual step needs plain SGD" in str(one.message) for one in said)
+    assert set(plan.methods) == registry.RECIPES.keys() - {"fedsub"}
+    with pytest.raises(FedAlloyError, match="dual step needs plain SGD"):
+        Comparison.plan(base, ["fedavg", "fedsub"], [0], Path("both"))
+    assert "dual step" in fedalloy("run", "--method", "fedsub", "--momentum", "0.9", "--out", "r").err
+    assert not Path("r").exists()
 
 
 def test_mistakes_are_named() -> None:

@@ -136,7 +136,7 @@ def compare(
         paper.methods if paper else presets.every_method(base.architectures) if everything else ()
     )
     numbers = [base.seed] if seeds is None else _numbers(seeds)
-    plan = Comparison.plan(base, methods, numbers, out, target)
+    plan = Comparison.plan(base, methods, numbers, out, target, fitting=everything)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
     with (
         resumable(plan.folder / "compare.json", "the same command"),

@@ -6,14 +6,15 @@ Fairness needs no bookkeeping: all of these are drawn from counters that do not 
 import hashlib
 import json
 import shlex
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedalloy import registry
 from fedalloy.config import FREE, Config
-from fedalloy.errors import FedAlloyError, writing
+from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
 from fedalloy.expression import slug
 from fedalloy.folder import RunFolder
 from fedalloy.report import (
@@ -50,9 +51,14 @@ class Comparison:
         seeds: Sequence[int],
         out: Path | None = None,
         target: float | None = None,
+        *,
+        fitting: bool = False,
     ) -> "Comparison":
-        """Check everything before anything is written. Without `out` the folder is named by the settings, so that the
-        same command finds its own finished runs again, and one with another method adds to them."""
+        """Check everything before anything is written; `fitting` leaves out what the settings do not allow.
+
+        Without `out` the folder is named by the settings, so that the same command finds its own finished runs again,
+        and one with another method adds to them.
+        """
         if not methods:
             raise FedAlloyError(
                 "name the methods to compare, such as: fedalloy compare fedavg 'fedprox(mu=0.1)'"
@@ -67,6 +73,8 @@ class Comparison:
             raise FedAlloyError(f"{twice} is named twice; name every method once")
         folder = out or Path("runs") / f"compare-{slug(base.data)}-{slug(base.skew)}-{_digest(base)}"
         plan = cls(folder, base, tuple(names), tuple(dict.fromkeys(seeds)), target)
+        if fitting:
+            plan = replace(plan, methods=tuple(method for method in names if plan._fits(method)))
         plan._check()
         return plan
 
@@ -131,10 +139,19 @@ class Comparison:
             ],
         }
 
+    def _fits(self, method: str) -> bool:
+        """Whether a method runs with these settings; if not, say so."""
+        try:
+            self._series.setup(self.config(method, self.seeds[0])).server()
+        except FedAlloyError as error:
+            warnings.warn(f"{method} is left out: {error}", FedAlloyWarning, stacklevel=2)
+            return False
+        return True
+
     def _check(self) -> None:
         """Build every method once, and look whether runs that lie in the folder are of this comparison."""
         for method in self.methods:
-            self._series.setup(self.config(method, self.seeds[0]))
+            self._series.setup(self.config(method, self.seeds[0])).server()
             for seed in self.seeds:
                 check_settings(self.folder / self.place(method, seed), self.config(method, seed))
 

@@ -141,6 +141,7 @@ def start(
 ) -> Result:
     """A new run in a new folder."""
     setup = Setup(config)
+    setup.server()  # what a method refuses, it refuses before anything is written
     return play(setup, RunFolder.create(out, config), on_round, on_reply)
 
 

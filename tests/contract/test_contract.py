@@ -130,9 +130,10 @@ def test_trains(case: Case) -> None:
     assert all(line["steps"] for line in case.result.history)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_same_bits_on_workers(case: Case, workers: int) -> None:
-    assert bits(case.run(f"workers{workers}", engine="workers", workers=workers)) == case.bits
+def test_same_bits_on_workers(case: Case) -> None:
+    """Two workers for one case, three for the next; `test_engines.py` tries other numbers."""
+    workers = 2 + list(GRID.values()).index((case.row, case.model)) % 2
+    assert bits(case.run("workers", engine="workers", workers=workers)) == case.bits
 
 
 def test_same_bits_over_flower(case: Case) -> None:
@@ -175,12 +176,10 @@ def test_resume_on_other_engines(case: Case) -> None:
     assert bits(resume(path, config.model_copy(update={"engine": "inline"}))) == case.bits
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_resume_between_rare_checkpoints(case: Case, after: int) -> None:
+@pytest.mark.parametrize(("after", "every"), [(1, 2), (2, ROUNDS)])
+def test_resume_between_rare_checkpoints(case: Case, after: int, every: int) -> None:
     """Rounds after the last checkpoint are played again, from the private state as it was then."""
-    path = case.stopped(f"rare{after}", after, checkpoint_every=ROUNDS)
-    assert bits(resume(path)) == case.bits
-    path = case.stopped(f"second{after}", after, checkpoint_every=2)
+    path = case.stopped(f"rare{after}", after, checkpoint_every=every)
     assert bits(resume(path)) == case.bits
 
 

@@ -212,9 +212,8 @@ def split(lab: Lab, coded: Tensor) -> tuple[Tensor, ...]:
 )
 def test_only_plain_sgd(bad: dict[str, Any]) -> None:
     """The dual step assumes plain SGD; the error says what to type."""
-    lab = Lab(fedsub(), digits(), lr=0.1, **bad)
     with pytest.raises(FedAlloyError, match="--momentum 0"):
-        lab.round([0])
+        Lab(fedsub(), digits(), lr=0.1, **bad)
 
 
 def test_the_dual_needs_the_mean_updates() -> None:

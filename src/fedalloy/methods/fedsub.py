@@ -16,6 +16,7 @@ from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Block, Draw, Side, Subspace
 from fedalloy.ranges import AtLeastOne, Positive, Share01
 from fedalloy.registry import recipe
+from fedalloy.server import Server
 from fedalloy.wire import Items
 
 
@@ -38,11 +39,13 @@ class Duals(Subspace):
     def needs(self) -> Names:
         return super().needs | {"mean updates"}
 
-    def start(self, client: Client, my: Box) -> None:
-        if not client.local.plain_sgd:
+    def open(self, server: Server, my: Box) -> None:
+        if not server.local.plain_sgd:
             raise FedAlloyError(
                 "FedSub's dual step needs plain SGD; use --optimizer sgd --momentum 0 --weight-decay 0"
             )
+
+    def start(self, client: Client, my: Box) -> None:
         my.keep["dual"] = self._renewed(client, my)
         my.memo["push"] = my.keep["dual"] / (client.lr * _planned(client))
 
