@@ -27,6 +27,7 @@ from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 TRIES = 3  # a client that kills its worker this often is not asked again
 QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most
@@ -194,6 +195,7 @@ def _work(
     """A worker's life: open mail until the line closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
     _die_with(parent)
+    _keep_memory()
     torch.set_num_threads(1)
     for other in others:
         other.close()  # else nobody notices when the main process is gone
@@ -227,3 +229,11 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it could be watched
             os._exit(1)
+
+
+def _keep_memory() -> None:
+    """By default glibc hands every large block back to the system, and each step faults it in again, page by page."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
+        mallopt(M_TRIM_THRESHOLD, 2**30)
