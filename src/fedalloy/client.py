@@ -317,7 +317,7 @@ class Client:
             if augment is None and x.numel() <= AT_ONCE:
                 x, prepare = data.prepare(x, None), _ready
             counter = (self.seed, self.round, self.id, stream, epoch, "dropout")
-            with nullcontext() if self.site.chain else seeded(*counter):  # a chain draws nothing
+            with nullcontext() if self.site.chain else seeded(*counter, device=self.site.device):  # a chain draws nothing
                 for a in range(0, data.samples, size):
                     if done == most:
                         break
