@@ -5,7 +5,6 @@ One workshop stands in every process that works for clients; engines carry mail 
 
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +14,10 @@ from fedalloy.alloy import Alloy
 from fedalloy.client import EVAL_BATCH, Local, client_model, client_round, client_told
 from fedalloy.federation import Federation
 from fedalloy.site import CPU, Sites
+from fedalloy.storage import Vault
 from fedalloy.wire import Items, Mail, Reply
 
 CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
-
-
-class Keeper(Protocol):
-    """Where private state is kept between errands: the vault, or whoever brings it from there and back."""
-
-    def load(self, client: int, before: int) -> Items: ...
-
-    def save(self, client: int, round: int, keep: Items) -> None: ...
 
 
 def state_before(mail: Mail) -> int | None:
@@ -44,7 +36,7 @@ class Workshop:
     sites: Sites
     federation: Federation
     local: Local
-    vault: Keeper
+    vault: Vault
     seed: int
     on_global: bool = True  # personal models are also tried on the global test set
 
