@@ -30,24 +30,28 @@ TOKEN = secrets.token_hex(32)  # nobody else may use a Ray that is started here
 class Cluster:
     """A connection to Ray, and the actors that wait there for another run.
 
-    Runs inside `with Cluster(...)` share both; any other run has its own. A Ray that this process is connected to
-    already is joined, and left as it was.
+    Runs inside `with Cluster(...)` share both, from the first one on; any other run has its own. A Ray that this
+    process is connected to already is joined, and left as it was.
     """
 
     current: ClassVar["Cluster | None"] = None
 
     def __init__(self, address: str | None = None, cpus: int = 1) -> None:
         self.idle: dict[float, list[Any]] = {}  # by the share of a GPU that they hold
-        self.local = address is None and not ray.is_initialized()
+        self._address, self._cpus = address, cpus
         self._stack = ExitStack()
-        if not ray.is_initialized():
-            try:
-                self._connect(address, cpus)
-            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                self._stack.close()
-                if isinstance(error, FedAlloyError):
-                    raise
-                raise FedAlloyError(f"cannot use Ray at {address or 'this machine'}: {error}") from error
+        self._outer: Cluster | None = None
+
+    def connect(self) -> None:
+        if ray.is_initialized():
+            return
+        try:
+            self._init()
+        except FedAlloyError:
+            raise
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            what = f"use Ray at {self._address}" if self._address else "start Ray"
+            raise FedAlloyError(f"cannot {what}: {error}") from error
 
     def close(self) -> None:
         for handle in [handle for handles in self.idle.values() for handle in handles]:
@@ -56,11 +60,12 @@ class Cluster:
         self._stack.close()
 
     def __enter__(self) -> "Cluster":
-        Cluster.current = self
-        return self
+        self._outer = Cluster.current
+        Cluster.current = self._outer or self
+        return Cluster.current
 
     def __exit__(self, *_: object) -> None:
-        Cluster.current = None
+        Cluster.current = self._outer
         self.close()
 
     def room(self, config: Config, clients: int) -> int:
@@ -75,21 +80,16 @@ class Cluster:
             raise FedAlloyError(f"Ray has {held}: too few for {config.workers or 1} actors{wanted}")
         return min(config.workers or most, max(1, clients))
 
-    def _connect(self, address: str | None, cpus: int) -> None:
-        enter = self._stack.enter_context
-        settings: dict[str, Any] = {"address": address}
-        if address is None:
-            folder = enter(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
-            enter(_alone())
-            settings = {
-                "address": "local",
-                "num_cpus": cpus,
-                "include_dashboard": False,
-                "_temp_dir": folder,
-            }
+    def _init(self) -> None:
+        settings: dict[str, Any] = {"address": self._address}
+        if self._address is None:
+            folder = self._stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+            self._stack.enter_context(_alone())
+            settings = {"address": "local", "num_cpus": self._cpus, "include_dashboard": False}
+            settings["_temp_dir"] = folder
         else:
-            _reach(address)
-        enter(_silent())
+            _reach(self._address)
+        self._stack.enter_context(_silent())
         self._stack.callback(ray.shutdown)
         ray.init(**settings, log_to_driver=False, logging_level=ERROR)
 

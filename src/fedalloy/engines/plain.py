@@ -115,7 +115,11 @@ def packed(items: Items) -> tuple[list[Entry], list[Array]]:
 def unpacked(entries: list[Entry], arrays: Sequence[Array], *, copy: bool = False) -> Items:
     """Views of arrays, or copies; aligned as torch would."""
     items: Items = {}
-    for (key, dtype, shape), array in zip(entries, arrays, strict=True):
-        raw = torch.tensor(array) if copy or array.ctypes.data % ALIGNED else torch.from_numpy(array)
-        items[key] = raw.view(getattr(torch, dtype)).view(shape)
+    for (key, name, shape), array in zip(entries, arrays, strict=True):
+        dtype = getattr(torch, name)
+        if array.size:
+            raw = torch.tensor(array) if copy or array.ctypes.data % ALIGNED else torch.from_numpy(array)
+            items[key] = raw.view(dtype).view(shape)
+        else:
+            items[key] = torch.empty(shape, dtype=dtype)
     return items

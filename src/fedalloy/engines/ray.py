@@ -40,6 +40,7 @@ class RayActors:
         self._actors: list[Actor] = []
         self._cluster = Cluster.current or Cluster(config.ray_address, config.processes)
         try:
+            self._cluster.connect()
             self._count = self._cluster.room(config, len(workshop.federation.eligible))
             self._plan, arrays = plan_of(workshop, config)
             self._data = [ray.put(array) for array in arrays]
@@ -70,7 +71,7 @@ class RayActors:
                     waiting.extendleft(reversed([later for later, _ in actor.jobs if later]))
                     self._dismiss(actor)
                     deaths[client] = deaths.get(client, 0) + 1
-                    if deaths[client] == TRIES:
+                    if deaths[client] == (TRIES if mail else TRIES * self._count):
                         raise _gave_up(client, error) from None
                     continue
                 actor.next(self._timeout)
