@@ -378,16 +378,17 @@ def fedalloy(room: Path, *words: str, **extra: str) -> subprocess.Popen[str]:
     )
 
 
-def processes(session: int) -> list[int]:
+def processes(session: int, name: str = "") -> list[int]:
     """What still runs of a session, zombies left out."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, _, leader = stat.read_text().rpartition(")")[2].split()[:4]
+            state, _, _, leader = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            command = (folder / "cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(leader) == session and state != "Z":
-            found.append(int(stat.parent.name))
+        if int(leader) == session and state != "Z" and command.startswith(name):
+            found.append(int(folder.name))
     return found
 
 
@@ -421,7 +422,7 @@ def test_a_run_that_is_ended(room: Path, tmp_path: Path, what: signal.Signals) -
     once = tmp_path / "once"
     process = fedalloy(room, *RUN, "--method", troubled("hang", once), "--out", f"ended{what}")
     until(once.exists, "a client is at work")
-    assert any(b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(process.pid))
+    assert processes(process.pid, "ray::Worker")
     os.kill(process.pid, what)
     out, err = process.communicate(timeout=PATIENCE)
     if what == signal.SIGINT:
@@ -429,7 +430,10 @@ def test_a_run_that_is_ended(room: Path, tmp_path: Path, what: signal.Signals) -
         assert f"carry on with: fedalloy run --resume ended{what}" in err
         assert len(err.splitlines()) == 1
         assert not list(room.glob("ray-*"))
-    until(lambda: not processes(process.pid), "all processes of Ray are gone")
+        until(lambda: not processes(process.pid), "all processes of Ray are gone")
+    until(lambda: not processes(process.pid, "ray::Worker"), "all actors are gone")
+    for pid in processes(process.pid):  # of a run that was killed, Ray's agents need a minute to notice
+        os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
