@@ -22,9 +22,9 @@ from fedalloy import registry
 from fedalloy.alloy import Box, Mechanism
 from fedalloy.client import Client, Local, Step
 from fedalloy.engines.arena import Arena
-from fedalloy.engines.base import Engine
+from fedalloy.engines.base import TRIES, Engine
 from fedalloy.engines.inline import Inline
-from fedalloy.engines.workers import TRIES, Workers
+from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
 from fedalloy.run import one_thread

@@ -317,7 +317,9 @@ class Client:
             if augment is None and x.numel() <= AT_ONCE:
                 x, prepare = data.prepare(x, None), _ready
             counter = (self.seed, self.round, self.id, stream, epoch, "dropout")
-            with nullcontext() if self.site.chain else seeded(*counter):  # a chain draws nothing
+            with (
+                nullcontext() if self.site.chain else seeded(*counter, device=self.site.device)
+            ):  # a chain draws nothing
                 for a in range(0, data.samples, size):
                     if done == most:
                         break
@@ -451,7 +453,7 @@ def client_model(
             step.out = out
             own = claimant.predict(step, client.box(claimant)) if claimant else None
             said.append(out.logits if own is None else own)
-        return torch.cat(said) if said else torch.empty(0, data.classes)
+        return torch.cat(said) if said else client.weights.flat.new_empty(0, data.classes)
 
     return scores
 

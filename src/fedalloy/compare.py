@@ -26,7 +26,7 @@ from fedalloy.report import (
 )
 from fedalloy.report.statistics import costs, results
 from fedalloy.run import OnReply, OnRound, Result
-from fedalloy.series import Series, check_settings, rounds_left
+from fedalloy.series import Series, at_hand, check_settings, rounds_left
 from fedalloy.storage import write_whole
 
 OnRun = Callable[[str, int], None]  # method, seed
@@ -90,8 +90,8 @@ class Comparison:
             self._describe()
         write_plotlyjs(self.folder)
         found = []
-        for seed in self.seeds:
-            for method in self.methods:
+        with at_hand(self.base):
+            for method, seed in [(method, seed) for seed in self.seeds for method in self.methods]:
                 if on_run:
                     on_run(method, seed)
                 place = self.folder / self.place(method, seed)

@@ -15,10 +15,10 @@ from pydantic import Field
 from fedalloy.client import Local
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import split
-from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive, expected
+from fedalloy.ranges import AtLeastOne, Fraction, Momentum, NonNegative, Positive, expected
 
 # What may differ when a run is resumed: where it runs, never what it computes.
-FREE = frozenset({"engine", "workers", "timeout", "data_root"})
+FREE = frozenset({"engine", "workers", "timeout", "data_root", "ray_address", "gpus_per_worker"})
 
 Rest = Annotated[float, Interval(ge=0, lt=1)]
 Share = Annotated[float, Interval(gt=0, le=1)]
@@ -93,10 +93,20 @@ class Config(pydantic.BaseModel):
         default=None, description="Record diagnostics every so many rounds, such as effective ranks."
     )
     checkpoint_every: AtLeastOne = Field(default=1, description="Write a checkpoint every so many rounds.")
-    engine: Literal["inline", "workers"] = Field(
-        default="workers", description="One process, or one per core."
+    engine: Literal["inline", "workers", "ray"] = Field(
+        default="workers", description="One process, one per core, or Ray actors."
     )
-    workers: AtLeastOne | None = Field(default=None, description="Worker processes; one per core by default.")
+    workers: AtLeastOne | None = Field(
+        default=None,
+        description="Worker processes or actors; by default one per core, here or of the cluster.",
+    )
+    ray_address: str | None = Field(
+        default=None,
+        description="With --engine ray, the cluster to work on, such as HOST:6379; by default a Ray of its own, here.",
+    )
+    gpus_per_worker: Fraction = Field(
+        default=0.0, description="With --engine ray, the share of a GPU that each actor holds and trains on."
+    )
     timeout: Positive = Field(default=3600.0, description="Seconds that a client may take.")
 
     @pydantic.field_validator("models")

@@ -75,7 +75,7 @@ def collapse(z_ND: Tensor, y: Tensor) -> Collapse:
     unit_within, _ = _within(F.normalize(z, dim=1), y)
     m = F.normalize(between, dim=1)
     gram = m @ m.T
-    simplex = classes / (classes - 1) * (torch.eye(classes, dtype=z.dtype) - 1 / classes)
+    simplex = classes / (classes - 1) * (torch.eye(classes, dtype=z.dtype, device=z.device) - 1 / classes)
     return Collapse(
         nc1=float(torch.trace(s_w @ torch.linalg.pinv(s_b)) / classes),
         nc1n=float(unit_within.square().sum(1).mean()),
@@ -88,6 +88,6 @@ def collapse(z_ND: Tensor, y: Tensor) -> Collapse:
 def _within(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Samples less their class mean, and the class means; classes that do not occur have none."""
     _, place, counts = torch.unique(y, return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), z.shape[1], dtype=z.dtype).index_add_(0, place, z)
+    sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, place, z)
     means = sums / counts[:, None]
     return z - means[place], means

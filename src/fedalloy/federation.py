@@ -1,6 +1,6 @@
 """A federation: a data set, dealt out to clients."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +23,13 @@ class Federation:
     origin: dict[str, object] = field(
         default_factory=dict
     )  # the arguments of `federate`, for the run's config
+
+    def on(self, device: torch.device) -> "Federation":
+        """The same federation with its samples on a device."""
+        dataset = self.dataset
+        if dataset.x.device == device:
+            return self
+        return replace(self, dataset=replace(dataset, x=dataset.x.to(device), y=dataset.y.to(device)))
 
     @property
     def clients(self) -> int:

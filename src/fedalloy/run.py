@@ -31,7 +31,7 @@ from fedalloy.federation import Federation, federate
 from fedalloy.folder import RunFolder
 from fedalloy.random import generator
 from fedalloy.server import Outcome, Server
-from fedalloy.site import Sites
+from fedalloy.site import CPU, Sites
 from fedalloy.storage import fingerprint
 from fedalloy.wire import Mail, Reply, bytes_of, diverged
 from fedalloy.workshop import Workshop
@@ -69,7 +69,11 @@ class Setup:
     """A config made real: everything is checked here, before anything is written."""
 
     def __init__(
-        self, config: Config, federation: Federation | None = None, method: Alloy | None = None
+        self,
+        config: Config,
+        federation: Federation | None = None,
+        method: Alloy | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.config = config
         self.method = method or registry.make(config.method)
@@ -81,6 +85,7 @@ class Setup:
             config.seed,
             config.precision,
             config.rounds,
+            device,
         )
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
@@ -106,6 +111,10 @@ class Setup:
         """What carries mail to clients; a federation over a network brings its own."""
         if self.config.engine == "inline":
             return Inline(workshop)
+        if self.config.engine == "ray":
+            from fedalloy.engines.ray import RayActors  # an extra, and slow to import
+
+            return RayActors(workshop, self.config)
         count = min(self.config.processes, max(1, len(self.federation.eligible)))
         return Workers(workshop, count, self.config.timeout)
 

@@ -1,5 +1,7 @@
 """Runs one after the other: what is finished is not run again, what is half done carries on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,18 @@ class Series:
         if (path / "config.toml").exists():
             return resume(path, config, on_round, on_reply)
         return play(self.setup(config), RunFolder.create(path, config), on_round, on_reply)
+
+
+@contextmanager
+def at_hand(config: Config) -> Iterator[None]:
+    """While this lasts, runs share what takes long to start: a connection to Ray, and its actors."""
+    if config.engine != "ray":
+        yield
+        return
+    from fedalloy.engines.cluster import Cluster  # an extra, and slow to import
+
+    with Cluster(config.ray_address, config.processes):
+        yield
 
 
 def check_settings(path: Path, config: Config) -> None:

@@ -18,15 +18,19 @@ from fedalloy.random import seed_of
 from fedalloy.weights import Layout, Weights
 from fedalloy.wire import Items, Slot, Spec
 
+CPU = torch.device("cpu")
 OWN = ("own.weights", "own.buffers")
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 @contextmanager
-def seeded(*counter: int | str) -> Iterator[None]:
+def seeded(*counter: int | str, device: torch.device = CPU) -> Iterator[None]:
     """Torch's own generator, which initialisers and dropout use, seeded by a counter and given back as it was."""
-    with torch.random.fork_rng(devices=[]):
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
         torch.default_generator.manual_seed(seed_of(*counter))  # torch.manual_seed walks the stack: slow
+        if cuda:
+            torch.cuda.manual_seed(seed_of(*counter))
         yield
 
 
@@ -42,6 +46,7 @@ class Site:
         models: tuple[str, ...] = (),
         precision: str = "fp32",
         rounds: int | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.method = method
         self.model = model
@@ -49,6 +54,7 @@ class Site:
         self.inputs = inputs
         self.seed = seed
         self.rounds = rounds  # of the whole run, where that is known: for schedules
+        self.device = device
         with seeded(seed, "init", model):
             self.net: Net = nets.build(model, inputs)
         for piece in method.with_hook(
@@ -59,6 +65,7 @@ class Site:
         for part in (self.net, getattr(self.net, "aux", None)):
             if part is not None:
                 part.bf16 = precision == "bf16"
+        self.net.to(device)  # drawn on the CPU whatever the device: the same initial weights
         self.weights = Weights(self.net)
         self.initial = self.weights.flat.clone()
         self.initial_buffers = self.weights.buffers.clone()
@@ -249,9 +256,10 @@ class Sites:
         seed: int,
         precision: str = "fp32",
         rounds: int | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
-        self.precision, self.rounds = precision, rounds
+        self.precision, self.rounds, self.device = precision, rounds, device
         self._built: dict[str, Site] = {}
 
     def of(self, client: int) -> Site:
@@ -261,7 +269,14 @@ class Sites:
     def named(self, model: str) -> Site:
         if model not in self._built:
             self._built[model] = Site(
-                self.method, model, self.inputs, self.seed, self.models, self.precision, self.rounds
+                self.method,
+                model,
+                self.inputs,
+                self.seed,
+                self.models,
+                self.precision,
+                self.rounds,
+                self.device,
             )
         return self._built[model]
 

@@ -74,16 +74,23 @@ class Vault:
 
     def load(self, client: int, before: int) -> Items:
         """The state after the newest round before this one; empty for a client never seen."""
-        versions = [version for version in self._versions(client) if version < before]
-        if not versions:
-            return {}
-        return restore(self._path(client, max(versions)).read_bytes())[0]
+        blob = self.read(client, before)
+        return restore(blob)[0] if blob else {}
 
     def save(self, client: int, round: int, keep: Items) -> None:
         if keep:
-            path = self._path(client, round)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, dump(keep))
+            self.write(client, round, dump(keep))
+
+    def read(self, client: int, before: int) -> bytes:
+        """What `load` loads, as it lies in its file; empty for a client never seen."""
+        versions = [version for version in self._versions(client) if version < before]
+        return self._path(client, max(versions)).read_bytes() if versions else b""
+
+    def write(self, client: int, round: int, blob: bytes) -> None:
+        """What `read` has read, or another process has made of it."""
+        path = self._path(client, round)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, blob)
 
     def trim(self, clients: Iterable[int], checkpoint: int) -> None:
         """Drop versions that no resume from this checkpoint or a later one can ask for."""

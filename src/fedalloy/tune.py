@@ -23,7 +23,7 @@ from fedalloy.folder import RunFolder
 from fedalloy.random import seed_of
 from fedalloy.run import OnReply, OnRound
 from fedalloy.search import RATES, Point, Space
-from fedalloy.series import Series, check_settings, rounds_left
+from fedalloy.series import Series, at_hand, check_settings, rounds_left
 from fedalloy.storage import write_whole
 
 VALIDATION = 0.2  # where none is given
@@ -88,17 +88,18 @@ class Tuning:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         points = self._recorded()
-        for number in range(1, self.trials + 1):
-            if number > len(points):
-                points.append(self._next([self.trial(n, point) for n, point in enumerate(points, 1)]))
-                self._record(points)
-            point = points[number - 1]
-            config = self.config(point)
-            for seed in self.seeds:
-                if on_run:
-                    on_run(f"{number} of {self.trials}: {config.method}, lr {config.lr:g}", seed)
-                place = self.folder / self.place(number, point, seed)
-                self._series.play(place, self.config(point, seed), on_round, on_reply)
+        with at_hand(self.base):
+            for number in range(1, self.trials + 1):
+                if number > len(points):
+                    points.append(self._next([self.trial(n, point) for n, point in enumerate(points, 1)]))
+                    self._record(points)
+                point = points[number - 1]
+                config = self.config(point)
+                for seed in self.seeds:
+                    if on_run:
+                        on_run(f"{number} of {self.trials}: {config.method}, lr {config.lr:g}", seed)
+                    place = self.folder / self.place(number, point, seed)
+                    self._series.play(place, self.config(point, seed), on_round, on_reply)
         self._record(points)
         return self.done()
 

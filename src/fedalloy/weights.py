@@ -84,11 +84,12 @@ class Weights:
         parameters = list(net.named_parameters())
         buffers = [(name, b) for name, b in _state_buffers(net) if b.is_floating_point()]
         layers = _layers(net)
+        device = parameters[0][1].device if parameters else None
         self.layout = Layout.of(parameters, layers)
         self.buffer_layout = Layout.of(buffers, layers)
-        self.flat = torch.empty(self.layout.size)
-        self.grad = torch.zeros(self.layout.size)
-        self.buffers = torch.empty(self.buffer_layout.size)
+        self.flat = torch.empty(self.layout.size, device=device)
+        self.grad = torch.zeros(self.layout.size, device=device)
+        self.buffers = torch.empty(self.buffer_layout.size, device=device)
         self.counters = [b for _, b in _state_buffers(net) if not b.is_floating_point()]
         self._parameters = [(p, *self.layout.spans[name]) for name, p in parameters]
         self._open: slice | None = None

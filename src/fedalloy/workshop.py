@@ -4,7 +4,7 @@ One workshop stands in every process that works for clients; engines carry mail 
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,24 @@ from torch import Tensor
 from fedalloy.alloy import Alloy
 from fedalloy.client import EVAL_BATCH, Local, client_model, client_round, client_told
 from fedalloy.federation import Federation
-from fedalloy.site import Sites
+from fedalloy.site import CPU, Sites
 from fedalloy.storage import Vault
-from fedalloy.wire import Mail, Reply
+from fedalloy.wire import Items, Mail, Reply
 
 CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
 
 
+def state_before(mail: Mail) -> int | None:
+    """An errand starts from the client's newest private state before this round; None where it does not look at it."""
+    return {"train": mail.round, "evaluate": mail.round + 1}.get(mail.errand)
+
+
 @dataclass
 class Workshop:
-    """All that is needed to act for any client of a federation."""
+    """All that is needed to act for any client of a federation.
+
+    Clients work on the device of their sites; mail comes from the CPU, replies and private state go back there.
+    """
 
     method: Alloy
     sites: Sites
@@ -32,6 +40,9 @@ class Workshop:
     seed: int
     on_global: bool = True  # personal models are also tried on the global test set
 
+    def __post_init__(self) -> None:
+        self.federation = self.federation.on(self.sites.device)
+
     def open(self, mail: Mail) -> Reply:
         """Do what the mail says."""
         errands = {
@@ -40,22 +51,23 @@ class Workshop:
             "score": self._score,
             "tell": self._tell,
         }
-        return errands[mail.errand](mail)
+        reply = errands[mail.errand](replace(mail, items=self._here(mail.items)))
+        return replace(reply, items=_away(reply.items))
 
     def _train(self, mail: Mail) -> Reply:
         """One round of training; the client's private state goes back to the vault before the reply leaves."""
         site, data = self.sites.of(mail.client), self.federation.client(mail.client)
-        keep = self.vault.load(mail.client, before=mail.round)
+        keep = self._state(mail)
         info = self.federation.info
         reply, kept = client_round(self.method, site, data, info, self.local, keep, mail, self.seed)
-        self.vault.save(mail.client, mail.round, kept)
+        self.vault.save(mail.client, mail.round, _away(kept))
         return reply
 
     def _evaluate(self, mail: Mail) -> Reply:
         """The client's own model on its own test split, by class, and on the global test set."""
         began = time.perf_counter()
         site, data = self.sites.of(mail.client), self.federation.client(mail.client)
-        keep = self.vault.load(mail.client, before=mail.round + 1)
+        keep = self._state(mail)
         scores = client_model(
             self.method, site, data, self.federation.info, self.local, keep, mail, self.seed
         )
@@ -90,3 +102,15 @@ class Workshop:
             losses.append(F.cross_entropy(logits, self.federation.dataset.y[batch], reduction="none"))
         items = {"predictions": torch.cat(predictions), "losses": torch.cat(losses)}
         return Reply(mail.round, mail.client, items, seconds=time.perf_counter() - began)
+
+    def _state(self, mail: Mail) -> Items:
+        before = state_before(mail)
+        assert before is not None
+        return self._here(self.vault.load(mail.client, before))
+
+    def _here(self, items: Items) -> Items:
+        return {key: value.to(self.sites.device) for key, value in items.items()}
+
+
+def _away(items: Items) -> Items:
+    return {key: value.to(CPU) for key, value in items.items()}

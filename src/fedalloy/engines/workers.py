@@ -12,23 +12,22 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from fedalloy.engines.arena import Arena
+from fedalloy.engines.base import TRIES, died, fail, failure, late
 from fedalloy.errors import FedAlloyError
 from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-TRIES = 3  # a client that kills its worker this often is not asked again
 QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most
 
@@ -96,10 +95,7 @@ class Workers:
                     for mail in bundle:
                         deaths[mail.client] = deaths.get(mail.client, 0) + 1
                     if max(deaths.values()) == TRIES:
-                        raise FedAlloyError(
-                            f"the worker process died {TRIES} times on client {bundle[0].client} (exit code "
-                            f"{worker.process.exitcode}); out of memory? try fewer --workers or --engine inline"
-                        )
+                        raise died(bundle[0].client, f"exit code {worker.process.exitcode}")
             self._pace[errand] = slowest
         finally:
             for worker in [worker for worker in self._workers if worker.bundles]:  # the round was left early
@@ -154,11 +150,8 @@ class Workers:
         limit = min(worker.deadline for worker in busy.values())
         ready = wait(list(busy), timeout=max(0.0, limit - time.monotonic()))
         if not ready:
-            late = min(busy.values(), key=lambda worker: worker.deadline)
-            raise FedAlloyError(
-                f"client {late.bundles[0][0].client} did not answer within {self._timeout:g} s; "
-                "raise --timeout if it needs longer"
-            )
+            slowest = min(busy.values(), key=lambda worker: worker.deadline)
+            raise late(slowest.bundles[0][0].client, self._timeout)
         return [busy[line] for line in ready if isinstance(line, Connection)]
 
     def _answers(self, worker: Worker) -> list[Reply] | None:
@@ -168,7 +161,7 @@ class Workers:
         except (EOFError, OSError):
             return None
         if "error" in note:
-            _raise(note)
+            fail(note)
         arena = worker.replies[note["arena"]]
         return [_copied(arena, one) for one in note["replies"]]
 
@@ -176,12 +169,6 @@ class Workers:
 def _copied(arena: Arena, note: dict[str, Any]) -> Reply:
     views = arena.get([tuple(entry) for entry in note.pop("items")])
     return Reply(items={key: value.clone() for key, value in views.items()}, **note)
-
-
-def _raise(note: dict[str, Any]) -> NoReturn:
-    if note["user"]:
-        raise FedAlloyError(note["error"])
-    raise RuntimeError(f"client {note['client']} failed in a worker process:\n{note['error']}")
 
 
 def _work(
@@ -212,9 +199,7 @@ def _work(
             try:
                 reply = workshop.open(Mail(errand, round, client, items))
             except Exception as error:
-                user = isinstance(error, FedAlloyError)
-                text = str(error) if user else traceback.format_exc()
-                answer = {"error": text, "user": user, "client": client}
+                answer = failure(error, client)
                 break
             answer["replies"].append({**vars(replace(reply, items={})), "items": arena.put(reply.items)})
         try:

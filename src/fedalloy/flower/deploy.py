@@ -20,7 +20,7 @@ from typing import Any
 import tomli_w
 
 from fedalloy import __version__
-from fedalloy.config import Config
+from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.credentials import make_certificates, make_site_key
 from fedalloy.flower.guide import guide
@@ -262,7 +262,7 @@ def die_with(parent: int) -> Callable[[], None] | None:
 def _app(config: Config, terms: Terms) -> str:
     """The Flower app: its configuration is a FedAlloy config and the terms of the deployment."""
     chosen = {**config.model_dump(exclude_none=True), **terms.model_dump(exclude_none=True)}
-    for name in ("engine", "workers", "timeout"):
+    for name in FREE - {"data_root"}:
         chosen.pop(name, None)
     components = {
         "serverapp": "fedalloy.flower.apps:server_app",

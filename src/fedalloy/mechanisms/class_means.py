@@ -93,7 +93,7 @@ class RunningMeans(ClassMeans):
 
     def start(self, client: Client, my: Box) -> None:
         width = client.net.width if self.of == "features" else client.data.classes
-        my.memo["sums"] = torch.zeros(client.data.classes, width, dtype=torch.float64)
+        my.memo["sums"] = client.received.new_zeros(client.data.classes, width, dtype=torch.float64)
         my.memo["counts"] = torch.zeros_like(client.data.counts)
 
     def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:

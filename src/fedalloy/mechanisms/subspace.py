@@ -120,8 +120,8 @@ class Subspace(Mechanism):
             return Block(cut)
         p = projector(cut.shape[1], cut.rank, generator(site.seed, epoch, cut.name, "subspace"), self.draw)
         coder = _left_inverse(p.T) if self.draw == "gaussian" else p
-        dtype = site.initial.dtype
-        return Block(cut, p.to(dtype), coder.to(dtype))
+        device, dtype = site.device, site.initial.dtype
+        return Block(cut, p.to(device, dtype), coder.to(device, dtype))
 
 
 def _left_inverse(matrix: Tensor) -> Tensor:

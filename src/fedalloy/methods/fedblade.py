@@ -36,7 +36,8 @@ def log_det(z: Tensor, eps: float = 1e-4, var_eps: float = 1e-8) -> Tensor:
     batch, width = z.shape
     x = z_scores(z.double(), var_eps) / math.sqrt(batch - 1)
     gram = x @ x.T if batch < width else x.T @ x
-    volume: Tensor = torch.linalg.slogdet(gram + eps * torch.eye(len(gram), dtype=gram.dtype)).logabsdet
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    volume: Tensor = torch.linalg.slogdet(gram + eps * identity).logabsdet
     return -volume.to(z.dtype)
 
 

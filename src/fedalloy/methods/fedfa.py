@@ -153,7 +153,8 @@ class AnchoredHead(Mechanism):
         if not scores.requires_grad:
             return  # this phase leaves the classifier alone
         weights.grad.zero_()
-        F.cross_entropy(scores, torch.arange(len(anchors))).backward()  # type: ignore[no-untyped-call]
+        classes = torch.arange(len(anchors), device=scores.device)
+        F.cross_entropy(scores, classes).backward()  # type: ignore[no-untyped-call]
         my.memo["leaf"].grad = weights.grad[classifier(weights)]
         my.memo["optimiser"].step()
 

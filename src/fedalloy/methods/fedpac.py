@@ -120,7 +120,7 @@ def features(client: Client) -> Tensor:
 def statistics(z: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """H, with a row of zeros (a share of 0) for an absent class, and V; pi_c mu_c is the sum over class c by n."""
     rows, n = z.double(), len(z)
-    H = torch.zeros(classes, z.shape[1], dtype=torch.float64).index_add_(0, y, rows) / n
+    H = rows.new_zeros(classes, z.shape[1]).index_add_(0, y, rows) / n
     V = (rows.square().sum() / n - H.square().sum()) / n
     return H.to(z.dtype), V.clamp(min=0).to(z.dtype)
 

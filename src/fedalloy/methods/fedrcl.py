@@ -62,7 +62,7 @@ class Relaxed(Mechanism):
         s, same = unit @ unit.T, y[:, None] == y
         mined = self.form == "mined"
         near = positives(s, same, self.topk_pos if mined else len(y))
-        terms = torch.zeros(len(y), dtype=s.dtype)
+        terms = s.new_zeros(len(y))
         if self.w_s and not bool(same.all()):  # no other class: L_S = 0
             far = negatives(s, same, self.topk_neg if mined else len(y))
             terms = terms + self.w_s * contrastive(near, far, self.tau)
@@ -73,7 +73,7 @@ class Relaxed(Mechanism):
 
 def positives(s: Tensor, same: Tensor, most: int) -> Tensor:
     """Of each anchor the lowest s_ij of its class, itself left out; infinity where there are no more."""
-    partners = same & ~torch.eye(len(s), dtype=torch.bool)
+    partners = same & ~torch.eye(len(s), dtype=torch.bool, device=s.device)
     return s.masked_fill(~partners, torch.inf).topk(min(most, len(s)), dim=1, largest=False).values
 
 

@@ -54,7 +54,8 @@ class SubspaceConstraint(Mechanism):
     def born(self, client: Client, my: Box) -> None:
         draw = generator(client.seed, client.id, "subspace")
         length = len(client.weights.flat[self._span(client)])
-        my.keep["P"] = torch.linalg.qr(torch.randn(length, self.rank, generator=draw)).Q
+        drawn = torch.linalg.qr(torch.randn(length, self.rank, generator=draw)).Q
+        my.keep["P"] = drawn.to(client.site.device)
 
     def start(self, client: Client, my: Box) -> None:
         my.memo["span"] = span = self._span(client)
@@ -115,7 +116,7 @@ class Contribution(Mechanism):
         span = client.weights.span("aux")
         moved = (client.weights.flat[span] - client.received[span]).norm()
         before = client.frozen(client.received, client.received_buffers).net.aux
-        total = torch.zeros((), dtype=torch.float64)
+        total = moved.new_zeros((), dtype=torch.float64)
         for x in torch.split(client.data.x, EVAL_BATCH):
             batch = client.data.prepare(x, None)
             total += (client.net.aux(batch).features - before(batch).features).double().square().sum()

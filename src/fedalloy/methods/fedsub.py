@@ -67,14 +67,14 @@ class Duals(Subspace):
         """Lambda in this round's coordinates."""
         site, cuts = client.site, self.cuts(client.site)
         if "B" not in my.keep:
-            return torch.zeros(self.coded_size(site), dtype=client.weights.flat.dtype)
+            return client.weights.flat.new_zeros(self.coded_size(site))
         dual, then, got = my.keep["dual"], int(my.keep["round"]), client.boxes["share"].got
         # The first missed update is the mean of the client's own last round, unless its reply was refused then or it
         # stayed away so long that the dense weights came instead: the dual waits.
         if len(got["updates"]) and int(got["since"]) == then:
             moved = my.keep["B"] - got["updates"][: len(dual)]
             dual = dual + moved * torch.cat(
-                [torch.full((cut.coded_size,), float(cut.rank > 0)) for cut in cuts]
+                [dual.new_full((cut.coded_size,), float(cut.rank > 0)) for cut in cuts]
             )
         if self.transport and self.epoch(then) != self.epoch(client.round):
             full = self.decode(site, dual, then)

@@ -69,7 +69,7 @@ class Contrast(Mechanism):
 def contrast(z: Tensor, references: list[Tensor], temperature: float) -> Tensor:
     """The model-contrastive loss: the first reference attracts, the others repel."""
     similarity = torch.stack([F.cosine_similarity(z, r, dim=1) for r in references], dim=1)
-    return F.cross_entropy(similarity / temperature, torch.zeros(len(z), dtype=torch.long))
+    return F.cross_entropy(similarity / temperature, torch.zeros_like(z[:, 0], dtype=torch.long))
 
 
 @recipe("MOON", family="representation", paper="Li, He, Song, CVPR 2021")

@@ -50,7 +50,7 @@ class Net(nn.Module):
         if self.channels_last:
             x = channels_last(x)
         if self.bf16 and self.training:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16):
                 features = self.body(x).float()
         else:
             features = self.body(x)

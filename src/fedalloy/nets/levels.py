@@ -68,7 +68,7 @@ def depths(net: Net, inputs: Inputs) -> list[int]:
         *(block.register_forward_hook(leave) for block in blocks),
     ]
     training = net.training
-    net.eval().body(samples(inputs, 2))
+    net.eval().body(samples(inputs, 2).to(next(net.parameters()).device))
     net.train(training)
     for handle in handles:
         handle.remove()
