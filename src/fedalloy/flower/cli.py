@@ -30,7 +30,7 @@ AsJson = Annotated[
     bool,
     Parameter(name="--json", negative="", show_default=False, help="Print one JSON object and nothing else."),
 ]
-LOOK = 5.0  # seconds between two questions to Flower about a run
+LOOK = 10.0  # seconds between two questions to Flower about a run
 SETTLED = 15.0  # seconds that a SuperNode lives if it was let in
 PAUSE = 2.0  # seconds before it is started again
 

@@ -5,7 +5,6 @@ import ctypes
 import json
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import socket
@@ -69,8 +68,9 @@ class Deployment:
 
     def settings_with(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The same with some changed, such as 'rounds=5 lr=0.1'."""
-        words = "\n".join(word for one in overrides for word in shlex.split(one, posix=False))
-        return {**self.settings, **tomllib.loads(words)}
+        from flwr.common.config import parse_config_args
+
+        return {**self.settings, **parse_config_args(list(overrides))}
 
     @property
     def run_folder(self) -> Path:
@@ -127,7 +127,7 @@ class Deployment:
         """Flower's word on a run, such as finished:completed, and its reason if it failed."""
         answer = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")
         (found,) = answer["runs"]
-        return str(found["status"]), str(found.get("details", ""))
+        return str(found["status"]), str(found["status-details"])
 
     def stop_run(self, run: int) -> None:
         self.flwr("stop", str(run), LINK, "--format", "json")

@@ -5,6 +5,7 @@ process that has torch, the data and the nets at hand. It runs FedAlloy as insta
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -35,6 +36,12 @@ def work(address: str, secret: bytes, answer: Answer, alive: Callable[[], bool])
     """Answer the messages of the SuperNode at a local address as long as it is alive."""
     signer = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
     client = _client(address, signer)
+    turn = threading.Lock()
+
+    def in_turn(message: Message, context: Context) -> Message:
+        with turn:
+            return answer(message, context)
+
     while alive():
         try:
             found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
@@ -42,8 +49,10 @@ def work(address: str, secret: bytes, answer: Answer, alive: Callable[[], bool])
             log.debug("no SuperNode at %s: %s", address, error)
             time.sleep(PAUSE)
             continue
-        if found.HasField("task") and found.token:
-            _handle(address, found.token, answer)
+        if (
+            found.HasField("task") and found.token
+        ):  # one that never comes complete must not keep others waiting
+            threading.Thread(target=_handle, args=(address, found.token, in_turn), daemon=True).start()
         else:
             time.sleep(PAUSE)
     client.close()
