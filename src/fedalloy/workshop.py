@@ -31,6 +31,7 @@ class Workshop:
     vault: Vault
     seed: int
     on_global: bool = True  # personal models are also tried on the global test set
+    secret: int = 0  # what clients draw their noise from; in a simulation nothing is secret
 
     def open(self, mail: Mail) -> Reply:
         """Do what the mail says."""
@@ -47,7 +48,9 @@ class Workshop:
         site, data = self.sites.of(mail.client), self.federation.client(mail.client)
         keep = self.vault.load(mail.client, before=mail.round)
         info = self.federation.info
-        reply, kept = client_round(self.method, site, data, info, self.local, keep, mail, self.seed)
+        reply, kept = client_round(
+            self.method, site, data, info, self.local, keep, mail, self.seed, self.secret
+        )
         self.vault.save(mail.client, mail.round, kept)
         return reply
 
