@@ -40,7 +40,8 @@ class _Half(Mechanism):
 
     def folded(self, server: Server, my: Box, got: Folded) -> Folded:
         self.means.append(got)
-        return got | {"share": got["share"] | {"weights": got["share"]["weights"] + 1}}  # type: ignore[operator]
+        shared = got["share"]
+        return {**got, "share": {**shared, "weights": shared["weights"] + 1}}
 
     def account(self, sampled: Sequence[float]) -> Mapping[str, float]:
         return {"asked": sum(sampled)}

@@ -18,7 +18,7 @@ from fedalloy.flower.post import Guest, Lobby, Post
 from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result, Setup, play
-from fedalloy.storage import write_whole
+from fedalloy.storage import kept_secret, write_whole
 
 log = logging.getLogger("fedalloy")
 
@@ -50,9 +50,11 @@ def serve(grid: Grid, settings: Settings) -> Result:
     lobby.fill(wanted, terms.join_limit)
     federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby.guests)
     setup = Setup(config, federation)
+    _refuse_local_tests(setup)
     folder = _folder(Path(terms.run_folder), config)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
+    setup.secret = kept_secret(folder.path / "secret")
     post = partial(
         Post, lobby=lobby, run=_name(folder), terms=terms, checkpoint_every=config.checkpoint_every
     )
@@ -90,6 +92,15 @@ def _folder(path: Path, config: Config) -> RunFolder:
             f"{path} was started with other settings ({', '.join(changed)}); give another run-folder for a new run"
         )
     return folder
+
+
+def _refuse_local_tests(setup: Setup) -> None:
+    """Sites that hide what they send do not tell how many of which class their models get right."""
+    sealer = setup.method.claimant("seal")
+    if sealer and setup.federation.judged_locally(setup.method):
+        raise FedAlloyError(
+            f"{sealer} does not cover tests at the sites: give the server test-data, and a method with a global model"
+        )
 
 
 def _name(folder: RunFolder) -> str:
