@@ -54,7 +54,8 @@ def serve(grid: Grid, settings: Settings) -> Result:
     folder = _folder(Path(terms.run_folder), config)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
-    setup.secret = kept_secret(folder.path / "secret")
+    if setup.method.claimant("seal"):
+        setup.secret = kept_secret(folder.path / "secret")
     post = partial(
         Post, lobby=lobby, run=_name(folder), terms=terms, checkpoint_every=config.checkpoint_every
     )
