@@ -480,8 +480,19 @@ def test_it_is_explained() -> None:
     assert "has the last word on what was folded" not in part["does"]
     assert "the last word on what leaves" in part["claims"]
     assert not [row for row in facts["wire"] if row["slot"] == "samples"]
+    assert {row["reduce"] for row in facts["wire"] if row["direction"] == "up"} == {"uniform"}
     assert ("the client seals", "private") in facts["algorithm"]
     assert facts["bytes_up"] == facts["bytes_down"] == 4 * 1210
     trusted = explain("fedavg+private(where=server)", MLP, FED.dataset.inputs).facts()["parts"][-1]
     assert "has the last word on what was folded" in trusted["does"]
     assert "private" in registry.parts()
+
+
+def test_the_table_in_the_documentation_is_right() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 15
+    for noise, rounds, *said in rows:
+        cases = [(1.0, 1.0), (0.5, 1.0), (1.0, 0.1)]  # left out, replaced, amplified
+        found = [epsilon(float(noise) * part, [rate] * int(rounds), 1e-5) for part, rate in cases]
+        assert [f"{value:.2f}" for value in found] == said

@@ -66,6 +66,8 @@ class Explanation:
         server_state, client_state = _states(self.method, site)
         down, up = site.specs("down"), site.specs("up")
         wire = _wire("down", down) + _wire("up", up) + _asked(self.method, site)
+        if not self.method.by_size:
+            wire = [{**row, "reduce": "uniform"} if row["reduce"] == "mean" else row for row in wire]
         if self.method.weighed:
             wire.append({"direction": "up", "slot": "samples", "shape": [], "reduce": "all", "bytes": 8})
         size = size_of(self.model, self.inputs)

@@ -14,8 +14,9 @@ from fedalloy.client import client_round
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
-from fedalloy.flower.records import mail_record, read_reply
 from fedalloy.flower import server as serving
+from fedalloy.flower.post import Lobby
+from fedalloy.flower.records import mail_record, read_reply
 from fedalloy.flower.server import _refuse_local_tests, serve
 from fedalloy.flower.site import Desk
 from fedalloy.run import Setup, one_thread
@@ -124,7 +125,7 @@ def test_the_server_says_so_before_it_begins(method: str, fine: bool) -> None:
 
 def test_the_server_has_a_secret_of_its_own_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per run, the same after a restart; only where it is needed."""
-    monkeypatch.setattr(serving.Lobby, "fill", lambda *_: None)
+    monkeypatch.setattr(Lobby, "fill", lambda *_: None)
     monkeypatch.setattr(serving, "play", lambda setup, *_, **__: setup.server().secret)
     grid: Any = None
 
