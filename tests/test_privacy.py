@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedalloy import registry
-from fedalloy.alloy import Alloy, AlloyConflict, Box, Folded, Mechanism, alloy
+from fedalloy import registry, run
+from fedalloy.alloy import Alloy, AlloyConflict, Box, Folded, Mechanism, Slots, alloy
 from fedalloy.client import Local, client_round
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
@@ -26,7 +26,7 @@ from fedalloy.random import BLOCK, gaussian
 from fedalloy.run import train
 from fedalloy.server import Server
 from fedalloy.site import Site
-from fedalloy.wire import Items, Mail, Reply
+from fedalloy.wire import Items, Mail, Reduce, Reply, Slot
 
 FED = federate("digits", clients=4, skew="dirichlet:0.5")
 MLP = "mlp(hidden=16)"  # 1210 weights
@@ -320,6 +320,26 @@ def test_refusals_name_the_slot_and_both_parts(text: str, sentence: str) -> None
 
 
 @dataclass(frozen=True)
+class _Each(Mechanism):
+    """Sends an increment, of which the server gets the sum, or everybody's."""
+
+    reduce: Reduce = "sum"
+
+    @property
+    def up(self) -> Slots:
+        return {"step": Slot(self.reduce, increment=True)}
+
+
+@pytest.mark.parametrize("reduce", ["sum", "all", "class_mean"])
+def test_only_means_are_covered(reduce: Reduce) -> None:
+    alloy("mean", Share(), _Each("uniform"), Private())
+    with pytest.raises(
+        AlloyConflict, match=r"private refuses _each.*: _each\.step would leave a client neither"
+    ):
+        alloy("each", Share(), _Each(reduce), Private())
+
+
+@dataclass(frozen=True)
 class _Weighing(Mechanism):
     """Sends nothing, and weighs."""
 
@@ -431,6 +451,7 @@ def test_no_rounds_cost_nothing_and_edges_do_not_warn() -> None:
 
 def test_without_the_library_no_round_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
+    monkeypatch.setattr(run, "one_round", None)
     privacy._opacus.cache_clear()
     with pytest.raises(FedAlloyError, match=r"opacus: pip install 'fedalloy\[dp\]'"):
         train(FED, MLP, "fedavg+private", rounds=1, engine="inline", out=tmp_path / "run")

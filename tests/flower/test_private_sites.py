@@ -137,3 +137,6 @@ def test_the_server_has_a_secret_of_its_own_too(tmp_path: Path, monkeypatch: pyt
     assert stat.S_IMODE((tmp_path / "a" / "secret").stat().st_mode) == 0o600
     assert secret("c", "fedavg") == 0
     assert not (tmp_path / "c" / "secret").exists()
+    with pytest.raises(FedAlloyError, match="does not cover tests at the sites"):
+        secret("d", "fedper+private")
+    assert not (tmp_path / "d").exists()
