@@ -27,6 +27,7 @@ Oracle = Callable[["Step"], Tensor]
 Slots = Mapping[str, Slot]
 Names = frozenset[str]
 Findings = dict[str, float | Tensor]
+Folded = Mapping[str, Mapping[str, Any]]
 M = TypeVar("M", bound="Mechanism")
 NOTHING: Names = frozenset()
 
@@ -89,6 +90,10 @@ class Mechanism:
     def spoils(self) -> Names:  # what no other part may need once this one is there
         return NOTHING
 
+    def refuses(self, other: Mechanism) -> str | None:
+        """Why it cannot work beside another part, or None; for what the words above cannot say."""
+        return None
+
     @property
     def brings(self) -> tuple[Mechanism, ...]:
         """Parts that come along wherever this one is added."""
@@ -128,6 +133,9 @@ class Mechanism:
     def build(self, site: Site) -> None:
         """Model surgery: a projector, a fixed head, an auxiliary model."""
 
+    def fits(self, site: Site) -> None:
+        """The net is laid out: an AlloyConflict if this part cannot work on it."""
+
     def born(self, client: Client, my: Box) -> None:
         """The first time this client is seen."""
 
@@ -159,6 +167,13 @@ class Mechanism:
     def finish(self, client: Client, my: Box) -> Items:
         """What goes up; the keys must equal `up`."""
         return {}
+
+    def seal(self, client: Client, my: Box, items: Items) -> Items:
+        """A last change of all that goes up, every part's items by "label.slot" (a claim)."""
+        return items
+
+    def sent(self, client: Client, my: Box, items: Items) -> None:
+        """What went up, every part's; where a part sealed it, as the server will see it."""
 
     def tell(self, site: Site, data: ClientData) -> Items:
         """Asked about the new global model, which stands in `site`: the keys must equal `told`; nothing is kept."""
@@ -208,6 +223,10 @@ class Mechanism:
     def absorb(self, server: Server, my: Box, reply: Reply) -> None:
         """A look at each usable reply as it is folded, before `receive`."""
 
+    def folded(self, server: Server, my: Box, got: Folded) -> Folded:
+        """A last change of what was folded, by label and slot, before any part receives it (a claim)."""
+        return got
+
     def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
@@ -216,6 +235,10 @@ class Mechanism:
 
     def shown(self, server: Server, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
         """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
+        return {}
+
+    def account(self, sampled: Sequence[float]) -> Mapping[str, float]:
+        """What the history says after some rounds, by nothing but the share of clients that each of them asked."""
         return {}
 
     # For those who look: numbers are recorded, matrices are drawn; nothing here may change a state.
@@ -244,6 +267,8 @@ CLAIMED_HOOKS = {
     "weigh": "the aggregation weights",
     "predict": "the prediction",
     "encode": "the compression",
+    "seal": "the last word on what leaves",
+    "folded": "the last word on what was folded",
 }
 
 
@@ -315,6 +340,16 @@ class Alloy:
         """Whether the server holds a whole model, for everybody."""
         return any(piece.shares == "" for piece in self.pieces)
 
+    @property
+    def by_size(self) -> bool:
+        """Whether samples may count; a part that spoils size weights makes every reply count the same."""
+        return not any("size weights" in piece.spoils for piece in self.pieces)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether clients tell how many samples they hold, to be weighed by it."""
+        return self.by_size and any(slot.reduce == "mean" for piece in self for slot in piece.up.values())
+
     def asking(self, *, last: bool) -> list[Mechanism]:
         """The mechanisms that have a question when a round is over."""
         return [piece for piece in self.pieces if piece.told and (last or not piece.asks_at_end)]
@@ -373,3 +408,7 @@ def _check_pair(first: Mechanism, second: Mechanism, pieces: tuple[Mechanism, ..
         for need in sorted(spoiler.spoils & victim.needs):
             spoils, needs = (one, other) if spoiler is first else (other, one)
             raise AlloyConflict(f"{spoils} spoils {need}, which {needs} needs; keep one of them")
+    for who, whom in ((first, second), (second, first)):
+        if why := who.refuses(whom):
+            refuses, refused = (one, other) if who is first else (other, one)
+            raise AlloyConflict(f"{refuses} refuses {refused}: {why}; keep one of them")

@@ -8,7 +8,7 @@
               │     one optimiser step                               │
               └──────────────────────┬───────────────────────────────┘
                                      ▼
-                            trained ─► finish ─► reply, keep
+                            trained ─► finish ─► seal ─► sent ─► reply, keep
 
 An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict; so does a question about the new
 global model: mail ─► tell.
@@ -141,6 +141,7 @@ class Client:
         keep: Items,
         mail: Mail,
         seed: int,
+        secret: int = 0,
     ) -> None:
         self.method = method
         self.site = site
@@ -152,6 +153,7 @@ class Client:
         self.id = mail.client
         self.round = mail.round
         self.seed = seed
+        self.secret = secret  # what this client's noise is drawn from; nobody else's business
         self.steps = 0
         self.seen = 0
         items = site.unpack("down", mail.items, site.initial[site.shared], mail.round)
@@ -234,7 +236,7 @@ class Client:
         self._rest()
 
     def finish(self) -> Items:
-        """Every mechanism's upload, checked against what it declared."""
+        """Every mechanism's upload, checked against what it declared, sealed where a part does so."""
         items: Items = {}
         for piece in self.method:
             sent = piece.finish(self, self.box(piece))
@@ -242,7 +244,14 @@ class Client:
                 f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
             )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
-        return self.site.pack("up", items, self.received[self.site.shared], self.round)
+        shared = self.received[self.site.shared]
+        sealer = self.method.claimant("seal")
+        sealed = sealer.seal(self, self.box(sealer), items) if sealer else items
+        packed = self.site.pack("up", sealed, shared, self.round)
+        seen = self.site.unpack("up", packed, shared, self.round) if sealer else items
+        for piece in self.method.with_hook("sent"):
+            piece.sent(self, self.box(piece), seen)
+        return packed
 
     def as_sent(self, value: Tensor) -> Tensor:
         """What the server will see of an additive value: the value itself unless a codec is at work."""
@@ -401,11 +410,19 @@ def cross_entropy(step: Step) -> Tensor:
 
 
 def client_round(
-    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+    method: Alloy,
+    site: Site,
+    data: ClientData,
+    info: Info,
+    local: Local,
+    keep: Items,
+    mail: Mail,
+    seed: int,
+    secret: int = 0,
 ) -> tuple[Reply, Items]:
     """Train once on what the mail brought."""
     began = time.perf_counter()
-    client = Client(method, site, data, info, local, keep, mail, seed)
+    client = Client(method, site, data, info, local, keep, mail, seed, secret)
     loss = client.train()
     with torch.no_grad():
         due = local.diagnose_every and mail.round % local.diagnose_every == 0

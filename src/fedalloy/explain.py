@@ -35,12 +35,15 @@ MOMENTS = {
     "gradient": "wraps the gradient",
     "trained": "has the last word on the model",
     "finish": "ends local training",
+    "seal": "has the last word on what leaves",
     "tell": "asks clients about the new global model",
     "adapt": "adapts before evaluation",
     "predict": "predicts",
     "weigh": "weighs the replies",
     "absorb": "looks at each reply",
+    "folded": "has the last word on what was folded",
     "receive": "aggregates",
+    "account": "adds to the history",
     "shown": "chooses what is evaluated",
 }
 
@@ -63,7 +66,9 @@ class Explanation:
         server_state, client_state = _states(self.method, site)
         down, up = site.specs("down"), site.specs("up")
         wire = _wire("down", down) + _wire("up", up) + _asked(self.method, site)
-        if any(spec.slot.reduce == "mean" for spec in up.values()):
+        if not self.method.by_size:
+            wire = [{**row, "reduce": "uniform"} if row["reduce"] == "mean" else row for row in wire]
+        if self.method.weighed:
             wire.append({"direction": "up", "slot": "samples", "shape": [], "reduce": "all", "bytes": 8})
         size = size_of(self.model, self.inputs)
         return {
@@ -207,9 +212,10 @@ def _algorithm(method: Alloy, down: Iterable[str], up: Iterable[str]) -> list[tu
         ("each step: loss", [loss]),
         ("each step: gradient", [" → ".join(["loss", *wrappers, "optimiser"])]),
         ("the client ends", named("finish")),
+        ("the client seals", named("seal")),
         ("the client sends", list(up)),
         ("the server weighs", named("weigh")),
-        ("the server aggregates", named("absorb", "receive")),
+        ("the server aggregates", named("absorb", "folded", "receive")),
         ("the server asks about the new model", [piece.label for piece in method.asking(last=False)]),
         ("after the last round: the server asks", [piece.label for piece in method if piece.asks_at_end]),
         ("evaluation", named("adapt", "predict", "shown")),

@@ -4,16 +4,49 @@ Nothing has to be saved to resume, and no draw depends on who else drew, where, 
 """
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+BLOCK = 2**18  # normal numbers that are made at a time
 
 
 def seed_of(*counter: int | str) -> int:
     """63 bits that depend on every item of the counter and on their order."""
-    name = "/".join(f"{type(item).__name__}:{item}" for item in counter)
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(_name(counter), digest_size=8).digest(), "little") >> 1
 
 
 def generator(*counter: int | str) -> torch.Generator:
     """A fresh torch generator for this counter."""
     return torch.Generator().manual_seed(seed_of(*counter))
+
+
+def _name(counter: Sequence[int | str]) -> bytes:
+    return "/".join(f"{type(item).__name__}:{item}" for item in counter).encode()
+
+
+def gaussian(values: Sequence[Tensor], *counter: int | str) -> list[Tensor]:
+    """Standard normal numbers in float64 to hide flat vectors, from this counter and every bit of the values.
+
+    A cryptographic stream: who does not know all of the counter cannot guess them, as one can those of a `generator`,
+    whose states are few. Two different lists of values never share their noise, so their difference hides it too.
+    """
+    key = hashlib.blake2b(_name(counter))
+    for value in values:
+        key.update(value.contiguous().numpy().tobytes())
+    sizes = [len(value) for value in values]
+    total = sum(sizes)
+    blocks = [_block(key.digest(), start, min(BLOCK, total - start)) for start in range(0, total, BLOCK)]
+    return list(torch.split(torch.cat(blocks or [torch.empty(0).double()]), sizes))
+
+
+def _block(key: bytes, start: int, size: int) -> Tensor:
+    """Normal numbers by Box and Muller's transform of 53-bit uniform ones."""
+    pairs = (size + 1) // 2
+    stream = hashlib.shake_256(key + start.to_bytes(8, "little")).digest(16 * pairs)
+    whole = torch.frombuffer(bytearray(stream), dtype=torch.int64) & (2**53 - 1)
+    radius, angle = ((whole.double() + 0.5) / 2**53).view(2, pairs)
+    radius, angle = (-2 * radius.log()).sqrt(), 2 * math.pi * angle
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:size]

@@ -90,10 +90,12 @@ class Setup:
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
             self.sites.named(model)
+        self.secret = 0  # what noise is drawn from; only a real federation has anything to hide
 
     def server(self) -> Server:
         config = self.config
-        return Server(self.method, self.sites.of(0), self.federation.info, config.local, config.seed)
+        info = self.federation.info
+        return Server(self.method, self.sites.of(0), info, config.local, config.seed, self.secret)
 
     def workshop(self, folder: RunFolder) -> Workshop:
         config = self.config
@@ -105,6 +107,7 @@ class Setup:
             folder.vault,
             config.seed,
             config.personal_on_global,
+            self.secret,
         )
 
     def engine(self, workshop: Workshop) -> Engine:
@@ -200,6 +203,7 @@ def play(
         if last:
             server.resume(state, last)
         history = folder.history()
+        accounts(setup, history)  # what that needs is there, or no round begins
         carrier = (engine or setup.engine)(setup.workshop(folder))
         since_checkpoint: set[int] = set()
         try:
@@ -208,6 +212,7 @@ def play(
                     break
                 record = one_round(setup, server, carrier, number, on_reply)
                 history.append(record)
+                record |= accounts(setup, history)
                 folder.record(record)
                 since_checkpoint.update(record["participants"])
                 if setup.config.diagnose_every and number % setup.config.diagnose_every == 0:
@@ -262,8 +267,9 @@ def one_round(
     return {
         "round": number,
         "participants": chosen,
+        **({"sampled": len(chosen) / len(federation.eligible)} if setup.method.with_hook("account") else {}),
         "refused": [{"client": client, "why": why} for client, why in outcome.refused.items()],
-        "train_loss": statistics.fmean(reply.loss for reply in accepted) if accepted else None,
+        "train_loss": statistics.fmean(told) if (told := losses(accepted)) else None,
         "samples": sum(reply.seen for reply in accepted),
         "steps": sum(reply.steps for reply in accepted),
         "bytes_up": outcome.bytes_up,
@@ -273,6 +279,19 @@ def one_round(
         **({"diagnostics": diagnostics} if diagnostics else {}),
         **({"diverged": True} if blown else {}),
     }
+
+
+def losses(replies: Sequence[Reply]) -> list[float]:
+    """The clients' training losses, where they tell anything of their training at all."""
+    return [reply.loss for reply in replies] if any(reply.steps for reply in replies) else []
+
+
+def accounts(setup: Setup, history: Sequence[Record]) -> Record:
+    """What mechanisms add to the latest line, and to the summary: a function of all lines so far."""
+    found: Record = {}
+    for piece in setup.method.with_hook("account"):
+        found |= piece.account([line["sampled"] for line in history])
+    return found
 
 
 def ask(setup: Setup, server: Server, engine: Engine, asker: Mechanism, outcome: Outcome) -> dict[str, int]:
@@ -354,6 +373,7 @@ def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Rec
         "diverged_round": blown,
         "model": ", ".join(dict.fromkeys(setup.config.architectures)),
         "parameters": len(site.initial),
+        **accounts(setup, history),
     }
 
 

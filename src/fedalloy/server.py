@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots
+from fedalloy.alloy import Alloy, Box, Folded, Mechanism, Slots
 from fedalloy.client import Info, Local
 from fedalloy.errors import FedAlloyError
 from fedalloy.random import generator
@@ -26,19 +27,22 @@ class Outcome:
 class Server:
     """Shared weights, every mechanism's drawer, and the facts that mechanisms may ask for."""
 
-    def __init__(self, method: Alloy, site: Site, info: Info, local: Local, seed: int) -> None:
+    def __init__(
+        self, method: Alloy, site: Site, info: Info, local: Local, seed: int, secret: int = 0
+    ) -> None:
         self.method = method
         self.site = site
         self.info = info
         self.local = local
         self.seed = seed
+        self.secret = secret  # what the server's noise is drawn from
         self.round = 0
         self.weights = torch.empty(0)  # the shared span; empty when nothing is shared
         self.buffers = torch.empty(0)
         self.previous = torch.empty(0)  # the shared weights that this round's clients started from
         self.participants: list[Reply] = []  # this round's usable replies, without their items
         self.boxes = {piece.label: Box() for piece in method}
-        self.weighed = any(slot.reduce == "mean" for piece in method for slot in piece.up.values())
+        self.weighed = method.weighed
         self._declared = site.specs("up")
         for piece in method.with_hook("open"):
             piece.open(self, self.box(piece))
@@ -83,7 +87,7 @@ class Server:
             if claimant:
                 held.append(reply)  # its weights need every reply
             else:
-                _add(folds, reply, float(reply.samples))
+                _add(folds, reply, float(reply.samples) if self.method.by_size else 1.0)
         if self.weighed:
             outcome.bytes_up["samples"] = 8 * (len(outcome.accepted) + len(outcome.refused))
         if claimant and held:
@@ -92,8 +96,11 @@ class Server:
                 _add(folds, reply, weight)
         self.participants = outcome.accepted
         if outcome.accepted:
+            got: Folded = {label: fold.got() for label, fold in folds.items()}
+            if last := self.method.claimant("folded"):
+                got = last.folded(self, self.box(last), got)
             for piece in self.method:
-                piece.receive(self, self.box(piece), folds[piece.label].got())
+                piece.receive(self, self.box(piece), got[piece.label])
         for box in self.boxes.values():
             box.memo.clear()
         return outcome
@@ -127,7 +134,7 @@ class Server:
     ) -> Iterator[Reply]:
         """Check every reply, in ascending client id; what came and what was refused goes into the outcome."""
         due = set(expected)
-        weighed = any(spec.slot.reduce == "mean" for spec in declared.values())
+        weighed = self.method.by_size and any(spec.slot.reduce == "mean" for spec in declared.values())
         for reply in in_order(sorted(expected), replies):
             for key, count in bytes_of(reply.items).items():
                 outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
@@ -235,7 +242,7 @@ class Fold:
                 scale = weight if slot.reduce == "mean" else 1.0
                 self._accumulate(name, value.double() * scale, scale)
 
-    def got(self) -> Mapping[str, object]:
+    def got(self) -> Mapping[str, Any]:
         """The folded value of each slot; nothing if no reply came."""
         return (
             {}

@@ -39,6 +39,8 @@ def run(console: Console, result: Result, page: Path) -> None:
             f"[bold red]diverged[/] in round {summary['diverged_round']} of {config.rounds}: "
             f"the weights are no longer finite; try a smaller --lr than {config.lr:g}"
         )
+    if "epsilon" in summary:
+        console.print(f"private: epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}")
     files(console, folder=result.folder, report=page)
 
 

@@ -81,6 +81,8 @@ class Site:
         self._plain = all(type(module).train is nn.Module.train for module in self._modules)
         self._spares: list[Frozen] = []
         self._lent = 0
+        for piece in method.with_hook("fits"):
+            piece.fits(self)
 
     def mode(self, *, training: bool) -> None:
         """net.train(training), without the walk through the tree where every module takes it plainly."""
@@ -164,7 +166,7 @@ class Site:
         """Items as they travel: what is additive is encoded, if the method has a codec."""
         packed = dict(items)
         if self.coder:
-            for key, slot in self._additive(direction).items():
+            for key, slot in self.additive(direction).items():
                 value = items[key] - shared if slot.relative else items[key]
                 packed[key] = self.coder.encode(self, value, round)
         return packed
@@ -173,7 +175,7 @@ class Site:
         """The inverse of `pack`, as far as the codec has one."""
         full = dict(items)
         if self.coder:
-            for key, slot in self._additive(direction).items():
+            for key, slot in self.additive(direction).items():
                 value = self.coder.decode(self, items[key], round)
                 full[key] = value + shared if slot.relative else value
         return full
@@ -196,7 +198,8 @@ class Site:
         """What the other end will see of an additive value."""
         return self.decoded(self.encoded(value, round), round)
 
-    def _additive(self, direction: str) -> dict[str, Slot]:
+    def additive(self, direction: str) -> dict[str, Slot]:
+        """The declared slots that hold a change: of the shared weights, or of something else."""
         return {
             f"{piece.label}.{name}": slot
             for piece in self.method

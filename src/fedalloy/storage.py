@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,13 @@ from fedalloy.wire import Items, dump, restore
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def write_whole(path: Path, blob: bytes) -> None:
+def write_whole(path: Path, blob: bytes, mode: int | None = None) -> None:
     """Write to a temporary file, flush, rename: at every moment a whole file exists, the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
+            if mode is not None:
+                temporary.chmod(mode)
             file.write(blob)
             file.flush()
             os.fsync(file.fileno())
@@ -26,6 +29,14 @@ def write_whole(path: Path, blob: bytes) -> None:
         raise disk_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def kept_secret(path: Path) -> int:
+    """256 bits that only the owner of this file can read, drawn when they are first asked for."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, secrets.token_hex(32).encode(), mode=0o600)
+    return int(path.read_text(), 16)
 
 
 def is_temporary(path: Path) -> bool:

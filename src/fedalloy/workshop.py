@@ -39,6 +39,7 @@ class Workshop:
     vault: Vault
     seed: int
     on_global: bool = True  # personal models are also tried on the global test set
+    secret: int = 0  # what clients draw their noise from; in a simulation nothing is secret
 
     def __post_init__(self) -> None:
         self.federation = self.federation.on(self.sites.device)
@@ -59,7 +60,9 @@ class Workshop:
         site, data = self.sites.of(mail.client), self.federation.client(mail.client)
         keep = self._state(mail)
         info = self.federation.info
-        reply, kept = client_round(self.method, site, data, info, self.local, keep, mail, self.seed)
+        reply, kept = client_round(
+            self.method, site, data, info, self.local, keep, mail, self.seed, self.secret
+        )
         self.vault.save(mail.client, mail.round, _away(kept))
         return reply
 

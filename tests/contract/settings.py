@@ -141,4 +141,7 @@ VARIANTS = (
     Row("perfedavg(variant=exact, beta=0.1, adapt_steps=0, agg_weights=uniform)", models=(PLAIN,)),
     Row("fedpac(lam=0, head_epochs=2)", models=(PLAIN,)),
     Row("fedpac(lam=2, combine=False)", private=True, models=(NORMED,)),
+    Row("fedavg+private(clip=0.5, noise=0.02)", models=(PLAIN,)),
+    Row("scaffold+private(clip=2, noise=0.05, where='server', amplify=True)", private=True, models=(PLAIN,)),
+    Row("ssf(ratio=0.5)+private(clip=2, noise=0.02)", private=True, indispensable=True, models=(PLAIN,)),
 )

@@ -103,7 +103,7 @@ def site(
     allow_code: Annotated[
         bool, Parameter(negative="", help="Let the server name models and methods outside of FedAlloy.")
     ] = False,
-    only_sealed: Annotated[
+    only_masked: Annotated[
         bool, Parameter(negative="", help="Send updates by secure aggregation or not at all.")
     ] = False,
 ) -> None:
@@ -118,7 +118,7 @@ def site(
     node |= {"data-root": str(data_root.resolve())} if data_root else {}
     node |= {"data": data} if data else {}
     node |= {"allow-code": True} if allow_code else {}
-    node |= {"only-sealed": True} if only_sealed else {}
+    node |= {"only-masked": True} if only_masked else {}
     logging.getLogger("fedalloy").addHandler(logging.StreamHandler())
     server, terminal = superlink or told["superlink"], console()
     terminal.print(f"site {told['client']} of {server}: private state in {kept}", soft_wrap=True)

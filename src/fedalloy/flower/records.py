@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fedalloy.alloy import Alloy
 from fedalloy.errors import FedAlloyError
 from fedalloy.wire import MOST_SAMPLES, Errand, Items, Mail, Reply
 
@@ -51,11 +50,6 @@ def maskable_record(reply: Reply, *, by_samples: bool) -> RecordDict:
             "fitres.status": ConfigRecord({"code": 0, "message": ""}),
         }
     )
-
-
-def weighed_by_samples(method: Alloy) -> bool:
-    """Whether a client counts as much as it has samples."""
-    return any(slot.reduce == "mean" for piece in method for slot in piece.up.values())
 
 
 def read_reply(content: RecordDict, client: int, most_bytes: float = math.inf) -> Reply:

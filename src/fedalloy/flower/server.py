@@ -14,12 +14,12 @@ from fedalloy.config import Config
 from fedalloy.data import Augment, Dataset, Prepare, Split, load
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
+from fedalloy.flower.masked import MaskedPost, check_maskable
 from fedalloy.flower.post import Guest, Lobby, Post
-from fedalloy.flower.sealed import SealedPost, check_sealable
 from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result, Setup, play
-from fedalloy.storage import write_whole
+from fedalloy.storage import kept_secret, write_whole
 
 log = logging.getLogger("fedalloy")
 
@@ -51,13 +51,16 @@ def serve(grid: Grid, settings: Settings) -> Result:
     lobby.fill(wanted, terms.join_limit)
     federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby.guests)
     setup = Setup(config, federation)
-    if terms.sealed:
-        check_sealable(setup.method)
+    if terms.masked:
+        check_maskable(setup.method)
+    _refuse_local_tests(setup)
     folder = _folder(Path(terms.run_folder), config)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
+    if setup.method.claimant("seal"):
+        setup.secret = kept_secret(folder.path / "secret")
     post = partial(
-        SealedPost if terms.sealed else Post,
+        MaskedPost if terms.masked else Post,
         lobby=lobby,
         run=_name(folder),
         terms=terms,
@@ -97,6 +100,15 @@ def _folder(path: Path, config: Config) -> RunFolder:
             f"{path} was started with other settings ({', '.join(changed)}); give another run-folder for a new run"
         )
     return folder
+
+
+def _refuse_local_tests(setup: Setup) -> None:
+    """Sites that hide what they send do not tell how many of which class their models get right."""
+    sealer = setup.method.claimant("seal")
+    if sealer and setup.federation.judged_locally(setup.method):
+        raise FedAlloyError(
+            f"{sealer} does not cover tests at the sites: give the server test-data, and a method with a global model"
+        )
 
 
 def _name(folder: RunFolder) -> str:

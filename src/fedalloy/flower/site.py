@@ -1,5 +1,6 @@
 """A site of a federation: it answers mail with its own data, and keeps its clients' private state on its own disk."""
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field, replace
@@ -23,12 +24,11 @@ from fedalloy.flower.records import (
     maskable_record,
     read_mail,
     reply_record,
-    weighed_by_samples,
 )
 from fedalloy.flower.terms import Settings, read_settings
 from fedalloy.run import Setup, one_thread
-from fedalloy.storage import Vault
-from fedalloy.wire import Mail, Reply
+from fedalloy.storage import Vault, kept_secret, write_whole
+from fedalloy.wire import Mail, Reply, dump
 from fedalloy.workshop import Workshop
 
 HELLO = "hello"
@@ -53,17 +53,18 @@ class Desk:
         self.config, self.terms = read_settings({**settings, **_own(node)})
         _refuse_foreign_code(self.config, node)
         self.client = _client(node, self.config)
-        self.only_sealed = self.terms.sealed or node.get("only-sealed") is True
+        self.only_masked = self.terms.masked or node.get("only-masked") is True
         self.state = Path(str(node.get("state", "fedalloy-state"))).expanduser()
         self.federation = self._federation()
         self.setup = Setup(self.config, self.federation)
+        self.sealer = self.setup.method.claimant("seal")
 
     def hello(self) -> Facts:
         """What the server has to know before the first round."""
         inputs = self.federation.dataset.inputs
         return {
             "client": self.client,
-            "samples": int(self.federation.sizes[self.client]),
+            "samples": self._told(int(self.federation.sizes[self.client])),
             "version": __version__,
             "inputs": json.dumps([inputs.kind, list(inputs.shape), inputs.classes, inputs.vocab]),
         }
@@ -73,7 +74,7 @@ class Desk:
         if RECORD_KEY_CONFIGS in message.content and context is not None:
             return secaggplus_mod(message, context, self._unmasked)
         mail, facts = read_mail(message.content)
-        if self.only_sealed and mail.errand == "train":
+        if self.only_masked and mail.errand == "train":
             raise FedAlloyError("this site sends updates only by secure aggregation")
         return Message(reply_record(self._do(mail, facts)), reply_to=message)
 
@@ -81,20 +82,43 @@ class Desk:
         """What SecAgg+ masks before it leaves."""
         records = {key: record for key, record in message.content.items() if key != RECORD_KEY_CONFIGS}
         reply = self._do(*read_mail(RecordDict(records)))
-        by_samples = weighed_by_samples(self.setup.method)
-        return Message(maskable_record(reply, by_samples=by_samples), reply_to=message)
+        return Message(maskable_record(reply, by_samples=self.setup.method.weighed), reply_to=message)
 
     def _do(self, mail: Mail, facts: Facts) -> Reply:
         if mail.client != self.client:
             raise FedAlloyError(f"this site is client {self.client}, the mail is for client {mail.client}")
-        workshop = self._workshop(facts)
-        with one_thread():
-            return workshop.open(mail)
-
-    def _workshop(self, facts: Facts) -> Workshop:
-        run, checkpoint = str(facts.get("run", "")), int(facts.get("checkpoint", 0))
+        run = str(facts.get("run", ""))
         if not RUN.fullmatch(run):
             raise FedAlloyError("this mail names no run")
+        workshop = self._workshop(run, facts)
+        if self.sealer:
+            self._once(run, mail)
+        with one_thread():
+            reply = workshop.open(mail)
+        return replace(reply, samples=0, steps=0, seen=0, loss=0.0) if self.sealer else reply
+
+    def _told(self, samples: int) -> int:
+        """How many samples the server is told of: where a part seals what leaves, only whether there are any."""
+        return min(samples, 1) if self.sealer else samples
+
+    def _once(self, run: str, mail: Mail) -> None:
+        """What is sealed leaves once a round: the same mail again gets the same answer, any other one none."""
+        if mail.errand != "train":
+            raise FedAlloyError(f"{self.sealer} does not cover tests at the sites: this one only trains")
+        if not 1 <= mail.round <= self.config.rounds:
+            raise FedAlloyError(f"round {mail.round} is none of the {self.config.rounds} that were agreed on")
+        file = self.state / "answered" / run / f"{mail.round:06d}"
+        asked = hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, asked.encode())
+        elif file.read_text() != asked:
+            raise FedAlloyError(
+                f"round {mail.round} was answered already, to another mail; {self.sealer} allows one"
+            )
+
+    def _workshop(self, run: str, facts: Facts) -> Workshop:
+        checkpoint = int(facts.get("checkpoint", 0))
         federation = self.federation
         if isinstance(federation, Share):
             federation = replace(federation, known=Info(int(facts["clients"]), int(facts["samples"])))
@@ -102,7 +126,14 @@ class Desk:
         vault.trim([self.client], checkpoint)
         on_global = config.personal_on_global and self.terms.sites == "dealt"
         return Workshop(
-            self.setup.method, self.setup.sites, federation, config.local, vault, config.seed, on_global
+            self.setup.method,
+            self.setup.sites,
+            federation,
+            config.local,
+            vault,
+            config.seed,
+            on_global,
+            kept_secret(self.state / "secrets" / run) if self.sealer else 0,
         )
 
     def _federation(self) -> Federation:

@@ -45,7 +45,7 @@ class Terms(pydantic.BaseModel):
     )
     least_replies: AtLeastOne = Field(default=1, description="A round with fewer usable replies is an error.")
 
-    sealed: bool = Field(
+    masked: bool = Field(
         default=False,
         description="Secure aggregation (SecAgg+): the server sees sums over sites, never one's update.",
     )

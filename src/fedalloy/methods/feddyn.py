@@ -45,11 +45,14 @@ class Dynamic(Mechanism):
             g *= torch.clamp(self.max_grad_norm / (g.norm() + 1e-6), max=1.0)
         return g
 
-    def finish(self, client: Client, my: Box) -> Items:
-        my.keep["g"] -= self._alpha(client) * (
-            client.weights.flat - client.received
-        )  # = grad L_k at a minimiser of R_k
-        return {}
+    def sent(self, client: Client, my: Box, items: Items) -> None:
+        w_k = items.get("share.weights", client.weights.flat)  # what h will see of it, sealed or not
+        my.keep["g"] -= self._alpha(client) * (w_k - client.received)  # = grad L_k at a minimiser of R_k
+
+    def refuses(self, other: Mechanism) -> str | None:
+        if self.size_scaled and "size weights" in other.spoils:
+            return "it scales by the number of samples, which nobody is told"
+        return None
 
     def open(self, server: Server, my: Box) -> None:
         my.keep["h"] = torch.zeros_like(server.weights)

@@ -55,10 +55,10 @@ class Duals(Subspace):
         projected = torch.cat([self._scaled(block, g) for block in self.blocks(site, round)])
         return self.decode(site, projected + my.memo["push"], round)
 
-    def finish(self, client: Client, my: Box) -> Items:
-        my.keep["B"] = self.encode(client.site, client.weights.flat - client.received, client.round)
+    def sent(self, client: Client, my: Box, items: Items) -> None:
+        moved = items["share.weights"] - client.received
+        my.keep["B"] = self.encode(client.site, moved, client.round)
         my.keep["round"] = torch.tensor(client.round)
-        return {}
 
     def _scaled(self, block: Block, g: Tensor) -> Tensor:
         return block.projected(g) * self.scale if block.cut.rank else block.projected(g)

@@ -75,8 +75,17 @@ class Control(Mechanism):
     def finish(self, client: Client, my: Box) -> Items:
         dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
         dc = client.as_sent(dc)  # both ends apply the same change, also where a codec loses a part of it
-        my.keep["c_k"] += dc
-        return {"steps": torch.tensor(float(client.steps))} if self.lean_upload else {"dc": dc}
+        if self.lean_upload:
+            my.keep["c_k"] += dc
+            return {"steps": torch.tensor(float(client.steps))}
+        return {"dc": dc}
+
+    def sent(self, client: Client, my: Box, items: Items) -> None:
+        if not self.lean_upload:
+            my.keep["c_k"] += items[f"{self.label}.dc"]
+
+    def has(self, hook: str) -> bool:
+        return super().has(hook) and (hook != "absorb" or self.lean_upload)
 
     def absorb(self, server: Server, my: Box, reply: Reply) -> None:
         steps = float(reply.items["control.steps"]) if self.lean_upload else 0.0

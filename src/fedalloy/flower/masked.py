@@ -1,6 +1,6 @@
 """Secure aggregation: Flower's SecAgg+ for methods of which the server needs nothing but sums.
 
-Sites mask what they send so that only the sum over all of them can be read. After a sealed round the server knows the
+Sites mask what they send so that only the sum over all of them can be read. After a masked round the server knows the
 mean of every slot; each reply that it folds carries that mean, so that means and sums come out as they must.
 """
 
@@ -23,43 +23,41 @@ from numpy.typing import NDArray
 from fedalloy.alloy import Alloy
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.post import Post, silent
-from fedalloy.flower.records import weighed_by_samples
 from fedalloy.wire import Mail, Reply
 
 THRESHOLD = 0.67  # share of the sites that must stay until the end of a round
 CLIP = 8.0  # values beyond this, times the site's share of the largest weight, are cut off
 
 
-def check_sealable(method: Alloy) -> None:
+def check_maskable(method: Alloy) -> None:
     """Refuse a method that needs more than one kind of sum, and say what it is that it needs."""
     for piece in method:
         if piece.told:
             raise FedAlloyError(
-                f"{method.title} asks clients about the new model ({piece}); that cannot be sealed"
+                f"{method.title} asks clients about the new model ({piece}); that cannot be masked"
             )
     if claimant := method.claimant("weigh"):
         raise FedAlloyError(
-            f"{method.title} weighs every reply by itself ({claimant}); that cannot be sealed"
+            f"{method.title} weighs every reply by itself ({claimant}); that cannot be masked"
         )
     if looking := next(iter(method.with_hook("absorb")), None):
         raise FedAlloyError(
-            f"{method.title} looks at every reply by itself ({looking}); that cannot be sealed"
+            f"{method.title} looks at every reply by itself ({looking}); that cannot be masked"
         )
     slots = {f"{piece.label}.{name}": slot for piece in method for name, slot in piece.up.items()}
     for name, slot in slots.items():
         if slot.reduce not in ("mean", "uniform", "sum"):
-            raise FedAlloyError(f"{method.title} sends {name}, which is not summed up; that cannot be sealed")
+            raise FedAlloyError(f"{method.title} sends {name}, which is not summed up; that cannot be masked")
         if not slot.dtype.is_floating_point:
-            raise FedAlloyError(f"{method.title} sends {name} as whole numbers; that cannot be sealed")
-    kinds = {slot.reduce == "mean" for slot in slots.values()}
-    if len(kinds) > 1:
-        plain = next(name for name, slot in slots.items() if slot.reduce != "mean")
+            raise FedAlloyError(f"{method.title} sends {name} as whole numbers; that cannot be masked")
+    plain = next((name for name, slot in slots.items() if slot.reduce != "mean"), None)
+    if method.weighed and plain:
         raise FedAlloyError(
-            f"{method.title} weighs some slots by samples but not {plain}; a sealed round has one kind of weight"
+            f"{method.title} weighs some slots by samples but not {plain}; a masked round has one kind of weight"
         )
 
 
-class SealedPost(Post):
+class MaskedPost(Post):
     """Training mail goes through SecAgg+; all else as ever."""
 
     def _exchange(self, mails: Sequence[Mail]) -> Iterator[Reply]:
@@ -70,9 +68,7 @@ class SealedPost(Post):
         here = [mail for mail in mails if mail.client in self.lobby.guests]
         yield from (silent(mail, "is not connected") for mail in mails if mail not in here)
         nodes = {self.lobby.guests[mail.client].node: mail for mail in here}
-        largest = (
-            float(self.workshop.federation.sizes.max()) if weighed_by_samples(self.workshop.method) else 1.0
-        )
+        largest = float(self.workshop.federation.sizes.max()) if self.workshop.method.weighed else 1.0
         strategy = _Sums(self, nodes)
         workflow = _Workflow(strategy, largest, self.limit)
         workflow(self.lobby.grid, _context(strategy, mails[0].round))
@@ -80,7 +76,7 @@ class SealedPost(Post):
             if node in strategy.answered:
                 yield strategy.reply(node, mail)
             else:
-                yield silent(mail, "did not stay until the end of a sealed round")
+                yield silent(mail, "did not stay until the end of a masked round")
 
 
 class _Workflow(SecAggPlusWorkflow):

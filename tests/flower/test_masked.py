@@ -12,7 +12,7 @@ from loopback import Loopback
 
 from fedalloy import registry
 from fedalloy.errors import FedAlloyError
-from fedalloy.flower.sealed import check_sealable
+from fedalloy.flower.masked import check_maskable
 from fedalloy.flower.server import serve
 from fedalloy.folder import RunFolder
 from fedalloy.run import Result
@@ -45,7 +45,7 @@ def state(result: Result) -> dict[str, torch.Tensor]:
 )
 def test_the_same_model_to_the_step_of_quantisation(tmp_path: Path, method: str) -> None:
     plain, _ = played(tmp_path / "plain", method=method)
-    hidden, _ = played(tmp_path / "sealed", method=method, sealed=True)
+    hidden, _ = played(tmp_path / "masked", method=method, masked=True)
     assert all(not line["refused"] for line in hidden.history)
     for key, value in state(plain).items():
         torch.testing.assert_close(state(hidden)[key], value, rtol=0, atol=2e-3)
@@ -54,7 +54,7 @@ def test_the_same_model_to_the_step_of_quantisation(tmp_path: Path, method: str)
 
 def test_no_update_is_readable(tmp_path: Path) -> None:
     """What a site sends has nothing to do with its update: neither its values nor their order of size."""
-    settings = {**SETTINGS, "sealed": True, "rounds": 1, "run_folder": str(tmp_path / "run")}
+    settings = {**SETTINGS, "masked": True, "rounds": 1, "run_folder": str(tmp_path / "run")}
     grid = Loopback(settings, tmp_path / "state", [{}] * 3)
     sent: list[list[bytes]] = []
 
@@ -77,7 +77,7 @@ def test_no_update_is_readable(tmp_path: Path) -> None:
 
 
 def test_a_site_may_drop_out(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "sealed": True, "run_folder": str(tmp_path / "run")}
+    settings = {**SETTINGS, "masked": True, "run_folder": str(tmp_path / "run")}
     grid = Loopback(settings, tmp_path / "state", [{}] * 3)
     stages: list[str] = []
 
@@ -94,7 +94,7 @@ def test_a_site_may_drop_out(tmp_path: Path) -> None:
 
     grid.deaf = deaf
     result = serve(grid, settings)
-    why = "did not stay until the end of a sealed round"
+    why = "did not stay until the end of a masked round"
     assert [line["refused"] for line in result.history] == [[], [{"client": 2, "why": why}]]
 
 
@@ -103,7 +103,7 @@ def test_a_site_may_drop_out(tmp_path: Path) -> None:
     [
         ("feddw", "sends .*counts|not summed up"),
         ("fedproto", "not summed up|whole numbers"),
-        ("fedpac", "cannot be sealed"),
+        ("fedpac", "cannot be masked"),
         ("fedsce", "weighs every reply by itself"),
         ("scaffold", "looks at every reply by itself"),
         ("ccvr", "asks clients about the new model"),
@@ -111,14 +111,14 @@ def test_a_site_may_drop_out(tmp_path: Path) -> None:
 )
 def test_methods_that_need_more_than_a_sum_are_refused_by_name(method: str, why: str) -> None:
     with pytest.raises(FedAlloyError, match=why) as error:
-        check_sealable(registry.make(method))
+        check_maskable(registry.make(method))
     assert registry.make(method).title in str(error.value)
-    assert "sealed" in str(error.value)
+    assert "masked" in str(error.value)
 
 
-def test_a_sealed_site_sends_nothing_in_the_open(tmp_path: Path) -> None:
+def test_a_masking_site_sends_nothing_in_the_open(tmp_path: Path) -> None:
     settings = {**SETTINGS, "run_folder": str(tmp_path / "run")}
-    grid = Loopback(settings, tmp_path / "state", [{"only-sealed": True}, {}, {}])
+    grid = Loopback(settings, tmp_path / "state", [{"only-masked": True}, {}, {}])
     result = serve(grid, settings)
     (lost,) = result.history[0]["refused"]
     assert lost["client"] == 0
