@@ -41,7 +41,7 @@ def state(result: Result) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedprox(mu=0.1)", "fedavg(agg_weights=uniform)", "fedetf", "moon"]
+    "method", ["fedavg", "fedprox(mu=0.1)", "fedavg(agg_weights=uniform)", "fedetf", "moon", "scaffold"]
 )
 def test_the_same_model_to_the_step_of_quantisation(tmp_path: Path, method: str) -> None:
     plain, _ = played(tmp_path / "plain", method=method)
@@ -105,7 +105,6 @@ def test_a_site_may_drop_out(tmp_path: Path) -> None:
         ("fedproto", "not summed up|whole numbers"),
         ("fedpac", "cannot be masked"),
         ("fedsce", "weighs every reply by itself"),
-        ("scaffold", "looks at every reply by itself"),
         ("ccvr", "asks clients about the new model"),
     ],
 )
