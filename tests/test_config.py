@@ -42,6 +42,8 @@ OTHER: dict[str, Any] = {
     "checkpoint_every": 4,
     "engine": "inline",
     "workers": 2,
+    "ray_address": "10.0.0.1:6379",
+    "gpus_per_worker": 0.5,
     "timeout": 5.5,
 }
 

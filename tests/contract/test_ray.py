@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -354,9 +355,10 @@ RUN += ("--model", "mlp(hidden=8)", "--json")
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where runs are written, and where a Ray of our own puts its files."""
-    return tmp_path_factory.mktemp("r")
+def room() -> Iterator[Path]:
+    """Where runs are written, and where Ray puts its files: paths of sockets must be short."""
+    with TemporaryDirectory(dir="/tmp", prefix="r", ignore_cleanup_errors=True) as room:
+        yield Path(room)
 
 
 def environment(room: Path) -> dict[str, str]:
@@ -421,7 +423,7 @@ def test_a_run_that_is_ended(room: Path, tmp_path: Path, what: signal.Signals) -
     """In the middle of a client's work: the actors end as well."""
     once = tmp_path / "once"
     process = fedalloy(room, *RUN, "--method", troubled("hang", once), "--out", f"ended{what}")
-    until(once.exists, "a client is at work")
+    until(lambda: once.exists() or process.poll() is not None, "a client is at work")
     assert processes(process.pid, "ray::Worker")
     os.kill(process.pid, what)
     out, err = process.communicate(timeout=PATIENCE)

@@ -18,16 +18,16 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def failure(error: Exception, client: int) -> dict[str, Any]:
+def failure(error: Exception, who: str) -> dict[str, Any]:
     """An exception as plain values, to be raised again by `fail` in the main process."""
     user = isinstance(error, FedAlloyError)
-    return {"error": str(error) if user else traceback.format_exc(), "user": user, "client": client}
+    return {"error": str(error) if user else traceback.format_exc(), "user": user, "who": who}
 
 
 def fail(note: Mapping[str, Any]) -> NoReturn:
     if note["user"]:
         raise FedAlloyError(note["error"])
-    raise RuntimeError(f"client {note['client']} failed in a worker process:\n{note['error']}")
+    raise RuntimeError(f"{note['who']} failed in a worker process:\n{note['error']}")
 
 
 def died(client: int, how: str) -> FedAlloyError:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from logging import ERROR
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ except ImportError:
 
 __all__ = ["Cluster", "ray"]
 
+SHORT = 25  # letters; the path of a socket, which Ray makes 80 longer, may not have more than 107
 REACH = 10.0  # seconds until a cluster must answer
 TOKEN = secrets.token_hex(32)  # nobody else may use a Ray that is started here
 
@@ -49,7 +50,7 @@ class Cluster:
             self._init()
         except FedAlloyError:
             raise
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             what = f"use Ray at {self._address}" if self._address else "start Ray"
             raise FedAlloyError(f"cannot {what}: {error}") from error
 
@@ -83,10 +84,11 @@ class Cluster:
     def _init(self) -> None:
         settings: dict[str, Any] = {"address": self._address}
         if self._address is None:
-            folder = self._stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+            short = None if len(gettempdir()) < SHORT else "/tmp"
+            folder = TemporaryDirectory(prefix="ray-", dir=short, ignore_cleanup_errors=True)
             self._stack.enter_context(_alone())
             settings = {"address": "local", "num_cpus": self._cpus, "include_dashboard": False}
-            settings["_temp_dir"] = folder
+            settings["_temp_dir"] = self._stack.enter_context(folder)
         else:
             _reach(self._address)
         self._stack.enter_context(_silent())

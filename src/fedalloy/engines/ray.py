@@ -28,16 +28,18 @@ from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop, state_before
 
 START = 120.0  # seconds until an actor must be at work
+QUICK = 0.05  # seconds; if no mail took longer last time, the next one is sent before an actor has answered
 LARGE = 100_000  # bytes; larger values are placed once for all mails of a round
 
 
 class RayActors:
-    """Actors that get their next mail before they have answered the last one, so that none waits for the way."""
+    """Each actor gets its next mail when it has answered one; where the way takes as long as the work, before that."""
 
     def __init__(self, workshop: Workshop, config: Config) -> None:
         self._vault = workshop.vault
         self._timeout, self._gpus = config.timeout, config.gpus_per_worker
         self._actors: list[Actor] = []
+        self._pace: dict[str, float] = {}  # by errand: seconds that the slowest mail took last time
         self._cluster = Cluster.current or Cluster(config.ray_address, config.processes)
         try:
             self._cluster.connect()
@@ -53,10 +55,12 @@ class RayActors:
         waiting = deque(mails)
         deaths: dict[int | None, int] = {}
         placed: dict[int, tuple[Tensor, Any]] = {}
+        errand = mails[0].errand if mails else ""
+        quick, slowest = self._pace.get(errand, QUICK) < QUICK, 0.0
         try:
             while waiting or any(actor.busy for actor in self._actors):
                 self._staff()
-                for ahead in (0, 1):
+                for ahead in (0, 1) if quick else (0,):
                     for actor in self._actors:
                         if waiting and len(actor.jobs) == ahead:
                             self._hand(actor, waiting.popleft(), placed)
@@ -80,12 +84,14 @@ class RayActors:
                 if mail:
                     if answer["kept"]:
                         self._vault.write(mail.client, mail.round, answer["kept"])
+                    slowest = max(slowest, answer["facts"]["seconds"])
                     yield Reply(**{**answer["facts"], "items": unpacked(*answer["items"], copy=True)})
+            self._pace[errand] = slowest
         finally:
-            for actor in [actor for actor in self._actors if actor.busy]:  # the round was left early
-                self._dismiss(actor)
+            self._stop()
 
     def close(self) -> None:
+        self._stop()
         if self._cluster is Cluster.current:
             self._cluster.idle.setdefault(self._gpus, []).extend(actor.handle for actor in self._actors)
         else:
@@ -106,6 +112,11 @@ class RayActors:
             actor = Actor(idle.pop() if idle else _hired(self._gpus))
             actor.push(None, actor.handle.equip.remote(self._plan, *self._data), START)
             self._actors.append(actor)
+
+    def _stop(self) -> None:
+        """If the round was left early, nobody works on."""
+        for actor in [actor for actor in self._actors if actor.busy]:
+            self._dismiss(actor)
 
     def _dismiss(self, actor: "Actor") -> None:
         self._actors.remove(actor)
@@ -186,11 +197,12 @@ class Worker:
 
     def equip(self, plan: dict[str, Any], *arrays: Array) -> dict[str, Any]:
         """Make a workshop for a run."""
+        self.__dict__.pop("_workshop", None)  # whatever happens, not the last run's
         try:
             self._workshop = made(plan, arrays, _device(self._gpus))
             self._workshop.vault = self._pouch
         except Exception as error:
-            return failure(error, -1)
+            return failure(error, "making the workshop")
         return {}
 
     def open(
@@ -201,7 +213,7 @@ class Worker:
         try:
             reply = self._workshop.open(Mail(*facts, unpacked(entries, arrays)))
         except Exception as error:
-            return failure(error, facts[2])
+            return failure(error, f"client {facts[2]}")
         return {
             "facts": vars(replace(reply, items={})),
             "items": packed(reply.items),

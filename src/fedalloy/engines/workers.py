@@ -199,7 +199,7 @@ def _work(
             try:
                 reply = workshop.open(Mail(errand, round, client, items))
             except Exception as error:
-                answer = failure(error, client)
+                answer = failure(error, f"client {client}")
                 break
             answer["replies"].append({**vars(replace(reply, items={})), "items": arena.put(reply.items)})
         try:
