@@ -24,7 +24,7 @@ run: $(STAMP) ## compare methods on embedded data, offline; prints a table and t
 	    --seeds 0,1,2 --target 0.8
 
 test: $(STAMP) ## run all tests (browser tests where a browser is found)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
 
 check: $(STAMP) ## format, lint and strict types, then all tests
 	$(BIN)/ruff format --check $(CHECKED)
