@@ -35,11 +35,12 @@ def gaussian(values: Sequence[Tensor], *counter: int | str) -> list[Tensor]:
     """
     key = hashlib.blake2b(_name(counter))
     for value in values:
-        key.update(value.contiguous().numpy().tobytes())
+        key.update(value.cpu().contiguous().numpy().tobytes())
     sizes = [len(value) for value in values]
     total = sum(sizes)
     blocks = [_block(key.digest(), start, min(BLOCK, total - start)) for start in range(0, total, BLOCK)]
-    return list(torch.split(torch.cat(blocks or [torch.empty(0).double()]), sizes))
+    parts = torch.split(torch.cat(blocks or [torch.empty(0).double()]), sizes)
+    return [part.to(value.device) for part, value in zip(parts, values, strict=True)]
 
 
 def _block(key: bytes, start: int, size: int) -> Tensor:
