@@ -94,7 +94,7 @@ class RayActors:
     def close(self) -> None:
         shared = self._cluster is Cluster.current
         for actor in self._actors:
-            if shared and not actor.jobs:
+            if shared and not actor.busy:  # also one that is still being equipped
                 self._cluster.idle.setdefault(self._gpus, []).append(actor.handle)
             else:
                 ray.kill(actor.handle)
