@@ -240,6 +240,7 @@ def test_errors_come_back(staged: Staged) -> None:
     assert "ZeroDivisionError: a bug in a mechanism" in str(caught.value)
     assert "in loss" in str(caught.value)
     assert not isinstance(caught.value, FedAlloyError)
+    stage.engine.close()  # two engines would share two CPUs
     stage = staged(troubled("user"))
     with pytest.raises(FedAlloyError, match=r"^something the user can mend$"):
         list(stage.engine.carry(stage.mails(clients=[2])))
@@ -247,6 +248,7 @@ def test_errors_come_back(staged: Staged) -> None:
 
 def test_a_round_left_early_does_not_leak_into_the_next(staged: Staged) -> None:
     stage = staged(troubled("sleep"))
+    assert len(stage.actors.pids) == 2  # both are there
     carried = stage.engine.carry(stage.mails(round=1))
     next(carried)
     busy = [actor.handle for actor in stage.actors._actors if actor.busy]

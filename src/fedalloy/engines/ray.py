@@ -88,17 +88,19 @@ class RayActors:
                     yield Reply(**{**answer["facts"], "items": unpacked(*answer["items"], copy=True)})
             self._pace[errand] = slowest
         finally:
-            self._stop()
+            for actor in [actor for actor in self._actors if actor.busy]:  # the round was left early
+                self._dismiss(actor)
 
     def close(self) -> None:
-        self._stop()
-        if self._cluster is Cluster.current:
-            self._cluster.idle.setdefault(self._gpus, []).extend(actor.handle for actor in self._actors)
-        else:
-            for actor in list(self._actors):
-                self._dismiss(actor)
-            self._cluster.close()
+        shared = self._cluster is Cluster.current
+        for actor in self._actors:
+            if shared and not actor.busy:  # also one that is still being equipped
+                self._cluster.idle.setdefault(self._gpus, []).append(actor.handle)
+            else:
+                ray.kill(actor.handle)
         self._actors = []
+        if not shared:
+            self._cluster.close()
 
     @property
     def pids(self) -> list[int]:
@@ -112,11 +114,6 @@ class RayActors:
             actor = Actor(idle.pop() if idle else _hired(self._gpus))
             actor.push(None, actor.handle.equip.remote(self._plan, *self._data), START)
             self._actors.append(actor)
-
-    def _stop(self) -> None:
-        """If the round was left early, nobody works on."""
-        for actor in [actor for actor in self._actors if actor.busy]:
-            self._dismiss(actor)
 
     def _dismiss(self, actor: "Actor") -> None:
         self._actors.remove(actor)
