@@ -35,7 +35,7 @@ def gaussian(values: Sequence[Tensor], *counter: int | str) -> list[Tensor]:
     """
     key = hashlib.blake2b(_name(counter))
     for value in values:
-        key.update(value.cpu().contiguous().numpy().tobytes())
+        key.update(value.to("cpu").contiguous().numpy().tobytes())
     sizes = [len(value) for value in values]
     total = sum(sizes)
     blocks = [_block(key.digest(), start, min(BLOCK, total - start)) for start in range(0, total, BLOCK)]
