@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 CHECKED := src tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format bench docs clean
+.PHONY: help setup run test deployment check format bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
@@ -25,6 +25,9 @@ run: $(STAMP) ## compare methods on embedded data, offline; prints a table and t
 
 test: $(STAMP) ## run all tests (browser tests where a browser is found)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
+
+deployment: $(STAMP) ## run the tests of a real federation, processes and all
+	OMP_NUM_THREADS=1 FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
 
 check: $(STAMP) ## format, lint and strict types, then all tests
 	$(BIN)/ruff format --check $(CHECKED)

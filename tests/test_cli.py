@@ -34,6 +34,7 @@ COMMANDS = (
     "reproduce",
     "bench",
     "models",
+    "deploy",
 )
 WIDEST = 80
 
@@ -59,9 +60,9 @@ class TestHelp:
         assert said.code == 0
         assert all(re.search(rf"^│ {command} ", said.out, re.MULTILINE) for command in COMMANDS)
 
-    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize("command", [*COMMANDS[:-1], "deploy run", "deploy status"])
     def test_every_command_explains_itself(self, command: str) -> None:
-        said = fedalloy(command, "--help")
+        said = fedalloy(*command.split(), "--help")
         assert said.code == 0
         assert f"Usage: fedalloy {command}" in said.out
         assert "--json" in said.out

@@ -112,6 +112,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.rmtree(room)
 
 
+def once_per_method(case: Case) -> None:
+    """What no variant and no other model could break by itself is tried with one model of each method."""
+    if case.row not in ROWS or case.model != case.row.models[0]:
+        pytest.skip("tried with the first model of each method")
+
+
 # The table
 
 
@@ -138,8 +144,7 @@ def test_same_bits_on_workers(case: Case) -> None:
 
 def test_same_bits_over_flower(case: Case) -> None:
     """Mail and replies as Flower's messages, every client at a site of its own."""
-    if case.row not in ROWS or case.model != case.row.models[0]:
-        pytest.skip("one model of each method is enough")
+    once_per_method(case)
     chosen = case.setup.config.model_dump(exclude_none=True, exclude={"engine", "workers", "timeout"})
     settings = {**chosen, "sites": "dealt", "run_folder": str(case.room / "flower"), "join_limit": 5.0}
     grid = Loopback(settings, case.room / "state", [{}] * FED.clients)
@@ -154,6 +159,8 @@ def test_private_state_is_as_the_row_says(case: Case) -> None:
 
 @pytest.mark.parametrize("after", range(1, ROUNDS))
 def test_resume_gives_the_same_bits(case: Case, after: int) -> None:
+    if after > 1:
+        once_per_method(case)
     path = case.stopped(f"stopped{after}", after)
     lossy = case.copy(path, f"lossy{after}")
     assert bits(resume(path)) == case.bits
@@ -171,6 +178,7 @@ def test_resume_gives_the_same_bits(case: Case, after: int) -> None:
 
 
 def test_resume_on_other_engines(case: Case) -> None:
+    once_per_method(case)
     path = case.stopped("moved", 1, engine="workers", workers=2)
     config = RunFolder(path).config
     assert bits(resume(path, config.model_copy(update={"engine": "inline"}))) == case.bits
@@ -179,11 +187,13 @@ def test_resume_on_other_engines(case: Case) -> None:
 @pytest.mark.parametrize(("after", "every"), [(1, 2), (2, ROUNDS)])
 def test_resume_between_rare_checkpoints(case: Case, after: int, every: int) -> None:
     """Rounds after the last checkpoint are played again, from the private state as it was then."""
+    once_per_method(case)
     path = case.stopped(f"rare{after}", after, checkpoint_every=every)
     assert bits(resume(path)) == case.bits
 
 
 def test_evaluation_changes_nothing(case: Case) -> None:
+    once_per_method(case)
     rarely = case.run("rarely", eval_every=ROUNDS)
     assert [line["metrics"] is None for line in rarely.history] == [True] * (ROUNDS - 1) + [False]
     assert rarely.history[-1]["metrics"] == case.result.history[-1]["metrics"]
@@ -384,6 +394,7 @@ def test_what_a_client_returns_stays_as_it_is(case: Case, second: Second) -> Non
 
 def test_a_client_does_not_depend_on_the_others(case: Case, tmp_path: Path) -> None:
     """The first round in two orders, and a client all alone: the same replies, the same private state."""
+    once_per_method(case)
     setup = case.setup
     chosen = sample(FED, 0.6, 0, 1, everyone=setup.method.everyone)
     found: list[dict[int, Items]] = []
