@@ -21,7 +21,7 @@ from fedalloy import reproduce as studies
 from fedalloy.bench import play as benches
 from fedalloy.compare import Comparison
 from fedalloy.config import Config, complaint
-from fedalloy.console import complain, console, counting, progress, resumable
+from fedalloy.console import AsJson, complain, console, counting, print_json, progress, resumable
 from fedalloy.data import load
 from fedalloy.diagnose import study
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
@@ -47,10 +47,6 @@ app = App(
 app.command(deploy)
 
 Settings = Annotated[Config | None, Parameter(name="*")]
-AsJson = Annotated[
-    bool,
-    Parameter(name="--json", negative="", show_default=False, help="Print one JSON object and nothing else."),
-]
 ConfigFile = Annotated[
     Path | None,
     Parameter(name="--config", help="A TOML file with lines such as rounds = 20; flags win over it."),
@@ -458,9 +454,3 @@ def _rates(text: str) -> list[float]:
     if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
         raise FedAlloyError(f"--lr-values must be numbers above 0, not {text!r}; for example 0.01,0.03,0.1")
     return rates
-
-
-def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    sys.stdout.flush()

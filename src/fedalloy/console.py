@@ -1,11 +1,14 @@
 """The terminal: standard output, a progress bar with life in it, and how to carry on after an interruption."""
 
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -20,10 +23,21 @@ from fedalloy.errors import FedAlloyError
 
 PAUSE = 0.1  # seconds between two drawings of the bar
 
+AsJson = Annotated[
+    bool,
+    Parameter(name="--json", negative="", show_default=False, help="Print one JSON object and nothing else."),
+]
+
 
 def console(*, quiet: bool = False) -> Console:
     """Standard output, or nothing at all when only JSON may appear there."""
     return Console(quiet=quiet, highlight=False, emoji=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    sys.stdout.flush()
 
 
 def complain(sentence: str, head: str = "error") -> None:

@@ -13,6 +13,15 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedalloy.flower.site import Desk, greet_or_answer
 
+SMALL: dict[str, Any] = {  # three sites, each with its share of the digits, and a tiny net
+    "method": "scaffold",
+    "clients": 3,
+    "model": "mlp(hidden=4)",
+    "rounds": 3,
+    "batch": 256,
+    "skew": "pathological:5",
+    "sites": "dealt",
+}
 Tamper = Callable[[Message, Message], Message]  # the question, the answer: another answer
 
 

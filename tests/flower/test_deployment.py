@@ -14,7 +14,7 @@ import pytest
 
 from fedalloy.config import Config
 from fedalloy.flower.credentials import make_site_key
-from fedalloy.flower.deploy import Deployment, die_with, free_port, site_process
+from fedalloy.flower.deploy import Deployment, dies_with_us, free_port, site_process
 from fedalloy.flower.terms import Terms
 from fedalloy.run import start
 
@@ -55,7 +55,7 @@ class Federation:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=dies_with_us(),
             )
 
     def start_server(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from loopback import Loopback, travelled
+from loopback import SMALL, Loopback, travelled
 
 from fedalloy.flower.post import Lobby, Post
 from fedalloy.flower.records import FACTS, ITEMS, reply_record
@@ -33,15 +33,7 @@ class Bench:
     """A server after its first round, and the honest replies that it got."""
 
     def __init__(self, method: str, room: Path) -> None:
-        settings: dict[str, Any] = {
-            "method": method,
-            "clients": 3,
-            "model": "mlp(hidden=4)",
-            "rounds": 3,
-            "batch": 256,
-            "skew": "pathological:5",
-            "sites": "dealt",
-        }
+        settings = {**SMALL, "method": method}
         config, terms = read_settings(settings)
         self.setup = Setup(config)
         self.grid = Loopback(settings, room / "state", [{}] * 3)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
-from loopback import Loopback
+from flwr.supercore.run import RunNotRunningException
+from loopback import SMALL, Loopback
 
 from fedalloy import __version__
 from fedalloy.errors import FedAlloyError
@@ -15,20 +16,11 @@ from fedalloy.flower.post import Lobby
 from fedalloy.flower.records import FACTS, mail_record
 from fedalloy.flower.server import serve
 from fedalloy.flower.site import Desk, greet_or_answer
+from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result
 from fedalloy.wire import Mail
 
-SETTINGS: dict[str, Any] = {
-    "method": "scaffold",
-    "clients": 3,
-    "model": "mlp(hidden=4)",
-    "rounds": 3,
-    "batch": 256,
-    "skew": "pathological:5",
-    "sites": "dealt",
-    "join_limit": 0.5,
-    "round_limit": 0.5,
-}
+SETTINGS: dict[str, Any] = {**SMALL, "join_limit": 0.5, "round_limit": 0.5}
 
 
 def prepared(room: Path, **changes: Any) -> tuple[Loopback, dict[str, Any]]:
@@ -248,3 +240,19 @@ def test_what_cannot_be_unpacked_harms_nobody_else(tmp_path: Path) -> None:
     history = serve(grid, settings).history
     why = "sent what cannot be unpacked: no such object"
     assert [line["refused"] for line in history] == [[], [{"client": 0, "why": why}], []]
+
+
+def test_a_run_that_was_stopped_stops(tmp_path: Path) -> None:
+    """Flower says so by an error of its own, which is nobody's malformed reply."""
+    grid, settings = prepared(tmp_path)
+    ordinary = grid.pull_messages
+
+    def pull(names: Any) -> Any:
+        if any(grid.waiting[name].metadata.group_id == "2" for name in names):
+            raise RunNotRunningException
+        return ordinary(names)
+
+    grid.pull_messages = pull  # type: ignore[method-assign, assignment]
+    with pytest.raises(RunNotRunningException):
+        serve(grid, settings)
+    assert len(RunFolder(tmp_path / "run").history()) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from loopback import Loopback
+from loopback import SMALL, Loopback
 
 from fedalloy import registry
 from fedalloy.errors import FedAlloyError
@@ -18,13 +18,10 @@ from fedalloy.folder import RunFolder
 from fedalloy.run import Result
 
 SETTINGS: dict[str, Any] = {
+    **SMALL,
     "method": "fedavg",
-    "clients": 3,
-    "model": "mlp(hidden=4)",
     "rounds": 2,
-    "batch": 256,
     "skew": "dirichlet:0.5",
-    "sites": "dealt",
     "join_limit": 1.0,
     "round_limit": 5.0,
 }

@@ -1,6 +1,5 @@
 """docs/deploy.md is true: all its commands are run, in order, and its table is that of the program."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from sklearn.datasets import load_digits
 from test_deployment import DEPLOYED, kill, until
 
-from fedalloy.flower.deploy import die_with, free_port
+from fedalloy.flower.deploy import dies_with_us, free_port
 from fedalloy.flower.terms import Terms
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
@@ -67,7 +66,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path) -> None:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=die_with(os.getpid()),
+                    preexec_fn=dies_with_us(),
                 )
             played += 1
             if words[3:5] == ["deploy", "server"]:

@@ -23,10 +23,10 @@ import torch
 from fedalloy.engines.arena import Arena
 from fedalloy.engines.base import TRIES, died, fail, failure, late
 from fedalloy.errors import FedAlloyError
+from fedalloy.processes import die_with
 from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most
@@ -181,7 +181,7 @@ def _work(
 ) -> None:
     """A worker's life: open mail until the line closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
-    _die_with(parent)
+    die_with(parent, signal.SIGKILL)  # else the run stays locked until its workers notice
     _keep_memory()
     torch.set_num_threads(1)
     for other in others:
@@ -206,14 +206,6 @@ def _work(
             line.send_bytes(json.dumps(answer).encode())
         except OSError:
             return
-
-
-def _die_with(parent: int) -> None:
-    """When the main process is killed its workers end at once, else the run stays locked until they notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it could be watched
-            os._exit(1)
 
 
 def _keep_memory() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from fedalloy.config import Config
-from fedalloy.console import console, progress
+from fedalloy.console import AsJson, console, print_json, progress
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
@@ -26,10 +26,6 @@ deploy = App(
 )
 
 Folder = Annotated[Path, Parameter(help="The deployment's folder.")]
-AsJson = Annotated[
-    bool,
-    Parameter(name="--json", negative="", show_default=False, help="Print one JSON object and nothing else."),
-]
 LOOK = 10.0  # seconds between two questions to Flower about a run
 SETTLED = 15.0  # seconds that a SuperNode lives if it was let in
 PAUSE = 2.0  # seconds before it is started again
@@ -152,7 +148,6 @@ def run(
 ) -> None:
     """Start the run, or carry on with one that was cut short, and wait for its end."""
     from fedalloy import show
-    from fedalloy.cli import print_json
     from fedalloy.flower.deploy import Deployment
     from fedalloy.report import write_run_report
     from fedalloy.run import Result
@@ -180,7 +175,6 @@ def run(
 @deploy.command
 def status(folder: Folder, /, *, as_json: AsJson = False) -> None:
     """How the last run is doing: its rounds, its accuracy, who was missing."""
-    from fedalloy.cli import print_json
     from fedalloy.flower.deploy import Deployment
 
     made = Deployment(folder)

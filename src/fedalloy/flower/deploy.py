@@ -1,7 +1,6 @@
 """A deployment's folder and its processes: the SuperLink, the SuperNodes, a run."""
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
@@ -13,6 +12,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.flower.credentials import make_certificates, make_site_key
 from fedalloy.flower.guide import guide
 from fedalloy.flower.terms import Terms
+from fedalloy.processes import die_with
 
 LINK = "fedalloy"  # the name of the connection in Flower's own config
 START_LIMIT = 60.0  # seconds
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class Deployment:
@@ -113,7 +113,7 @@ class Deployment:
             if public and public not in done:
                 self.flwr("supernode", "register", str(site / "key.pub"), LINK, "--name", site.name)
                 done.add(public)
-            names.append(site.name)
+            names += [site.name] if public else []
         known.write_text(json.dumps(sorted(done)))
         return names
 
@@ -211,7 +211,12 @@ def site_process(
 
 def start(command: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     """A process that ends when this one does, however that happens."""
-    return subprocess.Popen(command, env=env, cwd=folder, preexec_fn=die_with(os.getpid()))
+    return subprocess.Popen(command, env=env, cwd=folder, preexec_fn=dies_with_us())
+
+
+def dies_with_us() -> Callable[[], None]:
+    """What a new process has to call to end, politely asked, when this one is gone."""
+    return partial(die_with, os.getpid(), signal.SIGTERM)
 
 
 def stop(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
@@ -243,20 +248,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def die_with(parent: int) -> Callable[[], None] | None:
-    """For a new process: a polite kill for it when this one is gone."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def bind() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
 
 
 def _app(config: Config, terms: Terms) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.run import RunNotRunningException
 
 from fedalloy import __version__
 from fedalloy.client import Info
@@ -21,6 +22,7 @@ from fedalloy.workshop import Workshop
 
 PAUSE = 0.2  # seconds between two looks for replies
 KINDS = {"train": "train", "evaluate": "evaluate", "tell": "query"}
+SPARE = 60.0  # seconds that a message lives longer than we wait for it, so that the limit is ours
 ROOM = 64 * 1024 * 1024  # bytes that a reply may take beyond what its slots declare
 
 
@@ -112,7 +114,7 @@ def pulled(grid: Grid, messages: list[str]) -> list[tuple[str, Message | str]]:
         return []
     try:
         answers = {answer.metadata.reply_to_message_id: answer for answer in grid.pull_messages(messages)}
-    except httpx.HTTPError:
+    except (httpx.HTTPError, RunNotRunningException):  # the way is broken, or the run was stopped
         raise
     except Exception as error:  # whatever Flower's reader says to objects that somebody made up
         if len(messages) == 1:
@@ -177,7 +179,7 @@ class Post:
 
     def _push(self, mail: Mail, guest: Guest) -> str | None:
         kind, record = KINDS[mail.errand], self.record(mail)
-        message = Message(record, guest.node, kind, ttl=self.limit, group_id=str(mail.round))
+        message = Message(record, guest.node, kind, ttl=self.limit + SPARE, group_id=str(mail.round))
         return next(iter(self.lobby.grid.push_messages([message])), None)
 
     def _answers(self, waiting: dict[str, Mail]) -> list[Reply]:

@@ -41,7 +41,7 @@ class Terms(pydantic.BaseModel):
         default=600.0, description="Seconds after which a round goes on without late sites."
     )
     least_sites: AtLeastOne | None = Field(
-        default=None, description="Start, and end a round, with so many sites; all of them by default."
+        default=None, description="Start when so many sites are there; all of them by default."
     )
     least_replies: AtLeastOne = Field(default=1, description="A round with fewer usable replies is an error.")
 
