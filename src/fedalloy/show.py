@@ -267,14 +267,17 @@ def benches(console: Console, found: dict[str, Any]) -> None:
             console.print(table)
             continue
         parts = ("train", "evaluate", "aggregate", "other")
-        columns = ["samples/s", "round (s)", *parts, "start-up", "peak MiB"]
-        table = _table("", *columns, title=f"{name}: {bench['says']}")
+        columns = ["samples/s", "round", "train", "eval", "aggr", "other", "start", "MiB"]
+        table = _table("", *columns, title=f"{name}: {bench['says']}; seconds")
+        for column in table.columns:
+            column.no_wrap = True
         for row, run in bench["rows"].items():
             seconds = [run.get("seconds", {}).get(part) for part in parts]
             facts = (run.get("samples_per_second"), run.get("seconds_per_round"), *seconds)
             values = (*facts, run.get("start_up"), run["peak_mib"])
             table.add_row(
-                row, *("" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3f}" for v in values)
+                row.replace("channels_last", "ch. last"),
+                *("" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3f}" for v in values),
             )
         console.print(table)
         for key, value in bench.items():

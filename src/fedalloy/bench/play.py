@@ -16,6 +16,7 @@ from fedalloy.errors import FedAlloyError, unknown
 
 ROWS = ("bare", "bare_channels_last", "fp32", "bf16")
 NAMES = (*CASES, "N", "methods")
+WATCH = 0.5  # seconds between two looks at the memory, each of which walks all pages of the processes it measures
 Row = dict[str, Any]
 OnRow = Callable[[str], None]
 
@@ -100,7 +101,7 @@ def _measured(name: str, row: str, case: Case, rounds: int, room: Path, on_row: 
     peak = 0
     while child.poll() is None:
         peak = max(peak, sum(_memory(pid) for pid in _family(child.pid)))
-        time.sleep(0.05)
+        time.sleep(WATCH)
     said, complaint = child.communicate()
     if child.returncode:
         raise FedAlloyError(f"bench {name} {row} failed: {complaint.strip().splitlines()[-1]}")
