@@ -1,5 +1,6 @@
 """The pages: what they hold, what they escape, and how they are written."""
 
+import json
 import os
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def test_a_diverged_run_says_so(tmp_path: Path) -> None:
     text = page_of(fake_run(tmp_path / "run", rounds=6, status="diverged"))
     assert "This run diverged in round 6." in text
     assert "NaN" not in text
+
+
+def test_a_private_run_says_what_it_spent(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run")
+    assert "Privacy" not in page_of(folder)
+    summary = folder / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "epsilon": 4.7284, "delta": 1e-5}))
+    assert "<dt>Privacy</dt><dd>epsilon 4.73 at delta 1e-05</dd>" in page_of(folder)
 
 
 def test_hostile_names_are_inert(tmp_path: Path) -> None:

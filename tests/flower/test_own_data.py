@@ -108,6 +108,29 @@ def test_what_crosses_the_wire_weighs_by_what_sites_hold(rooms: list[Path], tmp_
     assert torch.equal(state["server.weights"], torch.as_tensor(mean).float())
 
 
+def test_a_restart_without_a_site_asks_the_same_clients(rooms: list[Path], tmp_path: Path) -> None:
+    """Who is asked depends on who holds data; one that is away for now still does."""
+    whole = serve(*federation(rooms, tmp_path / "whole", participation=0.67))
+    grid, settings = federation(rooms, tmp_path / "cut", participation=0.67, least_sites=2, round_limit=0.3)
+
+    def cut(question: Any, answer: Any) -> Any:
+        if question.metadata.group_id == "2":
+            raise KeyboardInterrupt
+        return answer
+
+    grid.tamper = cut
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, settings)
+    again, _ = federation(rooms, tmp_path / "cut", participation=0.67, least_sites=2, round_limit=0.3)
+    again.present.discard(102)
+    carried_on = serve(again, settings)
+    asked = [line["participants"] for line in carried_on.history]
+    assert asked == [line["participants"] for line in whole.history]
+    assert [2, "is not connected"] in [
+        list(lost.values()) for line in carried_on.history for lost in line["refused"]
+    ]
+
+
 def test_sites_must_agree_on_the_classes(rooms: list[Path], tmp_path: Path) -> None:
     with pytest.raises(FedAlloyError, match="set class-names"):
         serve(*federation(rooms, tmp_path, class_names=""))

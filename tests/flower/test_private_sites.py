@@ -72,6 +72,24 @@ def test_noise_comes_from_a_secret_of_this_site_and_run(tmp_path: Path) -> None:
     assert not list((tmp_path / "one" / "secrets").glob(".*"))
 
 
+@pytest.mark.parametrize(
+    ("method", "most", "why"),
+    [
+        ("fedavg+private(noise=2)", 3.5, ""),
+        ("fedavg+private(noise=2)", 3.0, "may spend epsilon 3.19"),
+        ("fedavg+private(noise=2, where=server)", 99.0, "adds the noise itself"),
+        ("fedavg", 99.0, "adds the noise itself"),
+    ],
+)
+def test_a_site_says_how_much_it_will_spend(tmp_path: Path, method: str, most: float, why: str) -> None:
+    node = {"client": 1, "state": str(tmp_path), "most-epsilon": most}
+    if not why:
+        Desk({**SETTINGS, "method": method}, node)
+        return
+    with pytest.raises(FedAlloyError, match=why):
+        Desk({**SETTINGS, "method": method}, node)
+
+
 def test_what_is_not_sealed_stays_at_home(tmp_path: Path) -> None:
     site, plain = desk(tmp_path / "p"), desk(tmp_path / "q", method="fedavg")
     reply, open_ = asked(site, mail_of(site)), asked(plain, mail_of(plain))

@@ -16,7 +16,9 @@ from fedalloy.errors import FedAlloyError, unknown
 
 ROWS = ("bare", "bare_channels_last", "fp32", "bf16")
 NAMES = (*CASES, "N", "methods")
-WATCH = 0.5  # seconds between two looks at the memory, each of which walks all pages of the processes it measures
+WATCH = (
+    0.5  # seconds between two looks at the memory, each of which walks all pages of the processes it measures
+)
 Row = dict[str, Any]
 OnRow = Callable[[str], None]
 

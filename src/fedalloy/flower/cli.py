@@ -102,6 +102,10 @@ def site(
     only_masked: Annotated[
         bool, Parameter(negative="", help="Send updates by secure aggregation or not at all.")
     ] = False,
+    most_epsilon: Annotated[
+        float | None,
+        Parameter(help="Take part only in runs that spend no more than this, with noise added here."),
+    ] = None,
 ) -> None:
     """Start a site: a SuperNode and the worker that answers its messages; until Ctrl-C."""
     from fedalloy.flower.deploy import site_process
@@ -115,6 +119,7 @@ def site(
     node |= {"data": data} if data else {}
     node |= {"allow-code": True} if allow_code else {}
     node |= {"only-masked": True} if only_masked else {}
+    node |= {"most-epsilon": most_epsilon} if most_epsilon is not None else {}
     logging.getLogger("fedalloy").addHandler(logging.StreamHandler())
     server, terminal = superlink or told["superlink"], console()
     terminal.print(f"site {told['client']} of {server}: private state in {kept}", soft_wrap=True)

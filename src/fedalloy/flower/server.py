@@ -1,5 +1,6 @@
 """The server of a real federation: wait for the sites, then the same rounds as everywhere, or the rest of them."""
 
+import json
 import logging
 import uuid
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result, Setup, play
 from fedalloy.storage import kept_secret, write_whole
+
+SIZES = "sites.json"
 
 log = logging.getLogger("fedalloy")
 
@@ -49,12 +52,14 @@ def serve(grid: Grid, settings: Settings) -> Result:
     lobby = Lobby(grid, config.clients)
     wanted = terms.least_sites or config.clients
     lobby.fill(wanted, terms.join_limit)
-    federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby.guests)
+    told = _told(Path(terms.run_folder), lobby.guests)
+    federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby, told)
     setup = Setup(config, federation)
     if terms.masked:
         check_maskable(setup.method)
     _refuse_local_tests(setup)
     folder = _folder(Path(terms.run_folder), config)
+    write_whole(folder.path / SIZES, json.dumps(told).encode())
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
     if setup.method.claimant("seal"):
@@ -69,9 +74,9 @@ def serve(grid: Grid, settings: Settings) -> Result:
     return play(setup, folder, _after_round, engine=post)
 
 
-def roll(config: Config, terms: Terms, guests: dict[int, Guest]) -> Roll:
+def roll(config: Config, terms: Terms, lobby: Lobby, told: dict[str, int]) -> Roll:
     """The federation as its sites described it, with the server's own test set if there is one."""
-    inputs = next(iter(guests.values())).inputs
+    inputs = next(iter(lobby.guests.values())).inputs
     if terms.test_data:
         root = Path(config.data_root) if config.data_root else None
         dataset = load(terms.test_data, root, terms.classes)
@@ -86,8 +91,15 @@ def roll(config: Config, terms: Terms, guests: dict[int, Guest]) -> Roll:
     none = torch.empty(0, dtype=torch.int64)
     offsets = torch.zeros(config.clients + 1, dtype=torch.int64)
     split = Split(none, offsets, none, offsets, torch.arange(dataset.train, len(dataset.y)))
-    told = tuple(guests[k].samples if k in guests else 0 for k in range(config.clients))
-    return Roll(dataset, split, Prepare.of(dataset, Augment()), told=told)
+    sizes = tuple(told.get(str(client), 0) for client in range(config.clients))
+    return Roll(dataset, split, Prepare.of(dataset, Augment()), told=sizes)
+
+
+def _told(path: Path, guests: dict[int, Guest]) -> dict[str, int]:
+    """Samples by client: as first told, so that a restart without somebody draws the same clients."""
+    file = path / SIZES
+    before: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+    return {str(client): guest.samples for client, guest in sorted(guests.items())} | before
 
 
 def _folder(path: Path, config: Config) -> RunFolder:

@@ -26,6 +26,7 @@ from fedalloy.flower.records import (
     reply_record,
 )
 from fedalloy.flower.terms import Settings, read_settings
+from fedalloy.mechanisms.privacy import Private
 from fedalloy.run import Setup, one_thread
 from fedalloy.storage import Vault, kept_secret, write_whole
 from fedalloy.wire import Mail, Reply, dump
@@ -58,6 +59,8 @@ class Desk:
         self.federation = self._federation()
         self.setup = Setup(self.config, self.federation)
         self.sealer = self.setup.method.claimant("seal")
+        if "most-epsilon" in node:
+            self._refuse_beyond(float(node["most-epsilon"]))
 
     def hello(self) -> Facts:
         """What the server has to know before the first round."""
@@ -96,6 +99,16 @@ class Desk:
         with one_thread():
             reply = workshop.open(mail)
         return replace(reply, samples=0, steps=0, seen=0, loss=0.0) if self.sealer else reply
+
+    def _refuse_beyond(self, most: float) -> None:
+        """Take no part in a run that could tell more of this site than it allows."""
+        if not isinstance(self.sealer, Private) or self.sealer.where != "client":
+            raise FedAlloyError(
+                "this site takes part only where it adds the noise itself: method '...+private'"
+            )
+        spent = self.sealer.account([1.0] * self.config.rounds)["epsilon"]
+        if spent > most:
+            raise FedAlloyError(f"this run may spend epsilon {spent:.2f}; this site allows {most:g}")
 
     def _told(self, samples: int) -> int:
         """How many samples the server is told of: where a part seals what leaves, only whether there are any."""

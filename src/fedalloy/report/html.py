@@ -42,6 +42,8 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
     run = read_run(folder)
     title = f"{run.title} on {run.config['data']}" if "data" in run.config else run.title
     facts = _question(run.config) | {"Seed": str(run.config.get("seed", 0)), "Status": run.status}
+    if run.summary and run.summary.epsilon is not None:
+        facts["Privacy"] = f"epsilon {run.summary.epsilon:.3g} at delta {run.summary.delta:g}"
     if run.summary and run.summary.weights_sha256:
         facts["Weights (SHA-256)"] = run.summary.weights_sha256[:12]
     sections = [

@@ -99,6 +99,8 @@ class Summary(Record):
     parameters: int | None = None
     samples_per_second: float | None = None
     weights_sha256: str | None = None
+    epsilon: float | None = None
+    delta: float | None = None
 
 
 class Partition(Record):
