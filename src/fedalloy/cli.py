@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
@@ -324,23 +324,39 @@ def bench(
 def reproduce(
     item: str = "list",
     *,
-    only: Annotated[str, Parameter(help="Only these methods, separated by commas.")] = "",
-    out: Annotated[Path | None, Parameter(help="The folder to write; by default one in runs/.")] = None,
+    scale: Annotated[
+        Literal["cpu", "paper"],
+        Parameter(help="A stated reduction for a small machine, or the paper's own setting."),
+    ] = "cpu",
+    only: Annotated[str, Parameter(help="Only these rows and columns, separated by commas.")] = "",
+    seeds: Annotated[str, Parameter(help="Seeds, separated by commas; by default those of the item.")] = "",
+    data_root: Annotated[Path | None, Parameter(help="The folder with the data sets.")] = None,
+    jobs: Annotated[AtLeastOne, Parameter(help="Runs side by side; the cores are shared out.")] = 1,
+    out: Annotated[Path | None, Parameter(help="The folder to write; by default runs/reproduce.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a paper's study again: its tables and figures, with our numbers.
+    """Run a paper's tables and figures again, with our numbers beside the paper's; what was cut short carries on.
 
     Parameters
     ----------
     item
-        PAPER/ITEM, such as ssf/matrix; "list" shows what there is.
+        PAPER/ITEM, such as feddw/table1; "list" shows what there is, and how long it would take here.
     """
+    terminal, root = console(quiet=as_json), str(data_root) if data_root else None
     if item == "list":
-        print_json(studies.items()) if as_json else show.studies(console(), studies.items())
+        with terminal.status("timing a few steps of every model"):
+            listed = studies.listed(scale)
+        print_json({"items": listed}) if as_json else show.studies(console(), listed)
         return
-    terminal = console(quiet=as_json)
-    with counting(terminal, item) as tick:
-        done = studies.reproduce(item, out or Path("runs") / slug(item), split(only), tick)
+    folder = out or Path("runs") / "reproduce"
+    chosen = _numbers(seeds) if seeds else ()
+    with (
+        resumable(folder / "runs", shlex.join(["fedalloy", *sys.argv[1:]])),
+        counting(terminal, item) as tick,
+    ):
+        done = studies.reproduce(
+            item, folder, split(only), tick, scale=scale, data_root=root, seeds=chosen, jobs=jobs
+        )
     if as_json:
         print_json({**done.facts, "files": {name: str(path) for name, path in done.files.items()}})
     else:

@@ -18,7 +18,7 @@ from fedalloy.report.figures import drawn_partition
 from fedalloy.report.files import write_text
 from fedalloy.report.runs import Partition
 from fedalloy.report.statistics import LAST, estimate
-from fedalloy.report.units import in_bytes, in_percent
+from fedalloy.report.units import in_bytes, in_percent, in_words
 from fedalloy.run import Result
 from fedalloy.tune import Tuning
 
@@ -81,10 +81,13 @@ def tables(console: Console, drawn: Iterable[report.Table]) -> None:
         _print(console, table)
 
 
-def studies(console: Console, items: dict[str, str]) -> None:
-    """What can be reproduced."""
-    for name, says in items.items():
-        console.print(f"[bold]{escape(name)}[/]  {escape(says)}")
+def studies(console: Console, items: list[dict[str, Any]]) -> None:
+    """What can be reproduced, and how long it would take."""
+    table = _table("item", "what it is", "data", "runs", "about", title="")
+    for item in items:
+        data = ", ".join(item["data"]) or "none"
+        table.add_row(item["item"], escape(item["says"]), data, str(item["runs"]), in_words(item["seconds"]))
+    console.print(table)
 
 
 def files(console: Console, **paths: Path) -> None:

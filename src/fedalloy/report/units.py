@@ -68,3 +68,16 @@ def as_p_value(p_value: float | None) -> str:
     if p_value is None:
         return ABSENT
     return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
+
+
+def in_words(seconds: float) -> str:
+    """A time as people say it.
+
+    >>> in_words(40), in_words(600), in_words(40000), in_words(4e6)
+    ('under a minute', '10 min', '11 h', '46 days')
+    """
+    if seconds < 60:
+        return "under a minute"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 2 * 86400 else f"{seconds / 86400:.0f} days"

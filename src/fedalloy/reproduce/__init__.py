@@ -1,66 +1,86 @@
-"""Studies of papers, run again from scratch: a command gives their tables and figures beside ours."""
+"""Papers, run again: a command gives each of their tables and figures with our numbers beside theirs."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedalloy.errors import unknown
-from fedalloy.report.tables import Table
-from fedalloy.reproduce import matrix_report
-from fedalloy.reproduce.matrix_study import OnRound
+from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.expression import slug
+from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
+from fedalloy.reproduce.grid import Grid, Scale, by_seed, named
+from fedalloy.reproduce.playing import Tick, play, started
+from fedalloy.reproduce.printed import Written, write
+from fedalloy.run import one_thread
 
-__all__ = ["Reproduction", "items", "reproduce"]
+__all__ = ["GRIDS", "MATRIX", "Written", "items", "listed", "reproduce"]
 
-
-@dataclass(frozen=True)
-class Reproduction:
-    """What a study brought: tables to print, files to open, everything as JSON values."""
-
-    item: str
-    tables: Sequence[Table]
-    files: Mapping[str, Path]
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Study:
-    says: str
-    parts: Sequence[str]  # what `only` may name
-    write: Callable[[Path, Sequence[str], OnRound | None], matrix_report.Written]
-
-
-_STUDIES = {
-    "ssf/matrix": _Study(
-        "SSF, SCAFFOLD, FedAvg and FedSub on matrix regression: heterogeneity, rank, noise (about a minute)",
-        matrix_report.PARTS,
-        matrix_report.write,
-    )
+PAPERS = {"feddw": feddw, "fedblade": fedblade, "fedrda": fedrda, "fedsce": fedsce, "ssf": ssf}
+GRIDS: dict[str, Grid] = {
+    f"{paper}/{name}": grid for paper, module in PAPERS.items() for name, grid in module.ITEMS.items()
 }
+MATRIX = "ssf/matrix"
 
 
 def items() -> dict[str, str]:
     """What can be reproduced, and a line on each.
 
-    >>> list(items())
-    ['ssf/matrix']
+    >>> items()["ssf/matrix"]
+    'SSF, SCAFFOLD, FedAvg and FedSub on matrix regression: heterogeneity, rank, noise (about a minute)'
     """
-    return {name: study.says for name, study in _STUDIES.items()}
+    return {name: grid.says for name, grid in GRIDS.items()} | {MATRIX: matrix_report.SAYS}
+
+
+def listed(scale: Scale) -> list[dict[str, Any]]:
+    """The same with what each item takes here, one thread for each core: an estimate from a few timed steps."""
+    with one_thread():
+        rows = [
+            {
+                "item": name,
+                "says": grid.says,
+                "data": sorted({config.data for config in by_seed(grid.cells(scale))}),
+                "runs": len(list(by_seed(grid.cells(scale)))),
+                "seconds": round(costs.seconds(grid, scale)),
+            }
+            for name, grid in GRIDS.items()
+        ]
+    return [*rows, {"item": MATRIX, "says": matrix_report.SAYS, "data": [], "runs": 1, "seconds": 60}]
 
 
 def reproduce(
-    item: str, out: Path, only: Sequence[str] = (), on_round: OnRound | None = None
-) -> Reproduction:
-    """Run a study, or only some of its methods, and write report.html, tables.md and results.json into a folder.
+    item: str,
+    out: Path,
+    only: Sequence[str] = (),
+    on_round: Tick | None = None,
+    *,
+    scale: Scale = "cpu",
+    data_root: str | None = None,
+    seeds: Sequence[int] = (),
+    jobs: int = 1,
+) -> Written:
+    """Play what is missing of an item, or of some of its rows and columns, and write what there is.
 
+    Everything goes into `out`: each item into a folder of its own, runs into one for all items, for they share them.
     ``on_round`` hears the rounds played and those there are in all.
     """
-    if item not in _STUDIES:
-        raise unknown("study", item, _STUDIES)
-    study = _STUDIES[item]
+    if item not in items():
+        raise unknown("study", item, items())
+    if item == MATRIX:
+        return _matrix(out / slug(item), only, on_round)
+    grid = GRIDS[item]
+    named(only, grid, item)
+    runs = out / "runs"
+    chosen = grid.cells(scale, data_root, only, seeds)
+    inside = "inside" in grid.drawn
+    play(runs, list(by_seed(chosen)), on_round, jobs, inside=inside)
+    shown = [
+        cell for cell in grid.cells(scale, data_root, seeds=seeds) if cell in chosen or started(runs, cell)
+    ]
+    return write(out / f"{slug(item)}-{scale}", item, grid, shown, runs, scale)
+
+
+def _matrix(out: Path, only: Sequence[str], on_round: Tick | None) -> Written:
     for name in only:
-        if name not in study.parts:
-            raise unknown(f"method of {item}", name, study.parts)
+        if name not in matrix_report.PARTS:
+            raise FedAlloyError(str(unknown(f"method of {MATRIX}", name, matrix_report.PARTS)))
     out.mkdir(parents=True, exist_ok=True)
-    written = study.write(out, tuple(only) or study.parts, on_round)
-    return Reproduction(item, written.tables, written.files, written.facts)
+    return matrix_report.write(out, tuple(only) or matrix_report.PARTS, on_round)

@@ -3,11 +3,9 @@
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 
@@ -27,8 +25,10 @@ from fedalloy.reproduce.matrix_study import (
     OnRound,
     study,
 )
+from fedalloy.reproduce.printed import Written
 from fedalloy.run import one_thread
 
+SAYS = "SSF, SCAFFOLD, FedAvg and FedSub on matrix regression: heterogeneity, rank, noise (about a minute)"
 TITLE = "SSF on matrix regression"
 PAPER = "Zhu, Huang, Xu, Li, 2026, arXiv 2604.25467"
 _NAMES = {label.lower().replace(" ", "-"): label for label in METHODS}
@@ -80,15 +80,6 @@ DIVERGENCE = (
     "beyond δ = 0.618. With an orthonormal projector (Haar) they do not grow. The divergence is numerical and can be "
     "repaired; what low-dimensional duals cannot repair is the floor at which FedSub stops below full rank."
 )
-
-
-@dataclass(frozen=True)
-class Written:
-    """What the study left in its folder."""
-
-    tables: Sequence[Table]
-    files: Mapping[str, Path]
-    facts: Mapping[str, Any]
 
 
 def write(out: Path, parts: Sequence[str], on_round: OnRound | None = None) -> Written:

@@ -1,0 +1,5 @@
+"""placeholder"""
+
+from fedalloy.reproduce.grid import Grid
+
+ITEMS: dict[str, Grid] = {}

@@ -1,0 +1,61 @@
+"""Many runs: one after the other or side by side, each carried on where it was."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+
+from fedalloy.config import Config
+from fedalloy.diagnose import study
+from fedalloy.folder import RunFolder
+from fedalloy.reproduce.grid import Cell, place
+from fedalloy.run import reopen
+from fedalloy.series import Series, rounds_left
+
+Tick = Callable[[int, int], None]  # rounds played, rounds in all
+LOOK = 1.0  # seconds between two looks at runs side by side
+
+
+def play(
+    root: Path, configs: Sequence[Config], on_round: Tick | None, jobs: int = 1, *, inside: bool = False
+) -> None:
+    """Play what is left of these runs; `inside` looks into each when it is finished."""
+    total = sum(config.rounds for config in configs)
+
+    def tick() -> None:
+        if on_round:
+            on_round(total - sum(rounds_left(root / place(config), config) for config in configs), total)
+
+    tick()
+    if jobs == 1:
+        series = Series()
+        for config in configs:
+            _play(root, config, series, lambda record: tick(), inside=inside)
+        return
+    shared = [config.model_copy(update={"workers": max(1, config.processes // jobs)}) for config in configs]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(_play, root, config, inside=inside) for config in shared}
+        try:
+            while running:
+                done, running = wait(running, LOOK, FIRST_EXCEPTION)
+                for one in done:
+                    one.result()
+                tick()
+        finally:
+            for one in running:
+                one.cancel()
+
+
+def started(root: Path, cell: Cell) -> bool:
+    """Whether any run of a cell is finished."""
+    return any((root / place(config) / "summary.json").exists() for config in cell.configs.values())
+
+
+def _play(
+    root: Path, config: Config, series: Series | None = None, on_round: Callable[..., None] | None = None,
+    *, inside: bool = False,
+) -> None:  # fmt: skip
+    path = root / place(config)
+    (series or Series()).play(path, config, on_round)
+    if inside and not (path / "diagnostics.json").exists():
+        study(*reopen(path), RunFolder.existing(path))

@@ -1,0 +1,209 @@
+"""A grid of runs as the paper prints it: our number, the paper's, the difference; figures; the commands."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from fedalloy.config import Config
+from fedalloy.report import figures
+from fedalloy.report.files import write_text
+from fedalloy.report.inside import inside_pictures
+from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables
+from fedalloy.report.runs import Run, read_run
+from fedalloy.report.statistics import Estimate, estimate, marks
+from fedalloy.report.tables import Cell as Printed
+from fedalloy.report.tables import Table, to_latex, to_markdown
+from fedalloy.reproduce.grid import Cell, Grid, Measure, Scale, place
+
+LEGEND = (
+    "Ours: mean ± standard deviation over seeds; in brackets the paper's number and how far ours is from it. "
+    "Best bold, second underlined."
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a study left in its folder."""
+
+    tables: Sequence[Table]
+    files: Mapping[str, Path]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One cell with what its finished runs measured."""
+
+    cell: Cell
+    runs: Mapping[int, Run]
+
+    def value(self, measure: Measure) -> Estimate | None:
+        return estimate(v for run in self.runs.values() if (v := measure.of(run)) is not None)
+
+    def said(self, measure: Measure, paper: float | None) -> str:
+        ours = self.value(measure)
+        known = "" if paper is None else f"{paper:.{measure.digits}f}"
+        if ours is None:
+            lost = f"diverged, {len(self.runs)} of {len(self.runs)}" if self._diverged else "–"
+            return f"{lost} ({known})" if known else lost
+        spread = "" if ours.std is None else f" ± {ours.std:.{measure.digits}f}"
+        text = f"{ours.mean:.{measure.digits}f}{spread}"
+        return f"{text} ({known}, {ours.mean - (paper or 0):+.{measure.digits}f})" if known else text
+
+    @property
+    def _diverged(self) -> bool:
+        return any(run.diverged_round is not None for run in self.runs.values())
+
+
+def found(root: Path, cells: Sequence[Cell]) -> list[Found]:
+    """The finished runs of every cell."""
+    return [Found(cell, _runs(root, cell)) for cell in cells]
+
+
+def _runs(root: Path, cell: Cell) -> dict[int, Run]:
+    places = {seed: root / place(config) for seed, config in cell.configs.items()}
+    return {seed: read_run(path) for seed, path in places.items() if (path / "summary.json").exists()}
+
+
+def write(out: Path, item: str, grid: Grid, cells: Sequence[Cell], root: Path, scale: Scale) -> Written:
+    """Table, figures and commands in a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    have = found(root, cells)
+    drawn = table(item, grid, have, scale)
+    facts = {"item": item, "scale": scale, "says": grid.says, "cells": [_facts(grid, one) for one in have]}
+    files = {
+        "report": write_text(out / "report.html", _page(item, grid, have, drawn, scale)),
+        "table": write_text(out / "table.md", to_markdown(drawn)),
+        "latex": write_text(out / "table.tex", to_latex(drawn)),
+        "results": write_text(out / "results.json", json.dumps(facts, indent=1, allow_nan=False) + "\n"),
+    }
+    return Written([drawn], files, facts)
+
+
+def table(item: str, grid: Grid, have: Sequence[Found], scale: Scale) -> Table:
+    """As the paper prints it."""
+    columns = list(dict.fromkeys(one.cell.column.label for one in have))
+    rows = list(dict.fromkeys(one.cell.row.label for one in have))
+    by_place = {(one.cell.row.label, one.cell.column.label): one for one in have}
+    heads, texts = [], []
+    for column in columns:
+        for number, measure in enumerate(grid.measures):
+            heads.append(" ".join(filter(None, (column, measure.label))))
+            cells = [by_place.get((row, column)) for row in rows]
+            values = [one.value(measure) if one else None for one in cells]
+            means = [round(value.mean, measure.digits) if value else None for value in values]
+            said = [one.said(measure, one.cell.paper[number]) if one else "" for one in cells]
+            texts.append(
+                [Printed(*pair) for pair in zip(said, marks(means, smallest=measure.smaller), strict=True)]
+            )
+    lines = tuple((Printed(row), *(column[place] for column in texts)) for place, row in enumerate(rows))
+    return Table(f"{item}: {grid.says}", ("", *heads), lines, _notes(grid, have, scale))
+
+
+def _notes(grid: Grid, have: Sequence[Found], scale: Scale) -> tuple[str, ...]:
+    counts = [len(one.runs) for one in have]
+    wanted = max(len(one.cell.configs) for one in have)
+    seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
+    size = grid.reduced if scale == "cpu" else "the paper's own setting"
+    return (LEGEND, f"Scale {scale}: {size}. Seeds: {seeds} of {wanted}.", *grid.notes)
+
+
+def _facts(grid: Grid, one: Found) -> dict[str, Any]:
+    values = {measure.label or "value": one.value(measure) for measure in grid.measures}
+    return {
+        "row": one.cell.row.label,
+        "column": one.cell.column.label,
+        "method": next(iter(one.cell.configs.values())).method,
+        "paper": list(one.cell.paper),
+        "ours": {label: vars(value) if value else None for label, value in values.items()},
+        "seeds": sorted(one.runs),
+        "diverged": [seed for seed, run in one.runs.items() if run.diverged_round is not None],
+    }
+
+
+def _page(item: str, grid: Grid, have: Sequence[Found], drawn: Table, scale: Scale) -> str:
+    facts = {"Item": item, "Scale": scale, "Setting": grid.reduced if scale == "cpu" else "as in the paper"}
+    sections = [
+        header(grid.says, facts),
+        section("Results", tables([drawn])),
+        section("Figures", pictures([*_drawn(grid, have), *_inside(grid, have)])),
+        section("Reproduce", [card(code(commands(item, have, scale)))]),
+    ]
+    return page(f"{item}: {grid.says}", sections, "inline")
+
+
+def commands(item: str, have: Sequence[Found], scale: Scale) -> str:
+    """What to type for all of it, and for each run by itself."""
+    configs = [config for one in have for config in one.cell.configs.values()]
+    whole = f"fedalloy reproduce {item} --scale {scale} --data-root DATA"
+    return "\n".join([whole, "", *dict.fromkeys(map(_command, configs))])
+
+
+def _command(config: Config) -> str:
+    return shlex.join(["fedalloy", "run", *config.typed("data_root", "workers"), "--data-root", "DATA"])
+
+
+def _drawn(grid: Grid, have: Sequence[Found]) -> list[Picture]:
+    found = []
+    if "sweep" in grid.drawn:
+        found += [_sweep(grid, have, measure) for measure in grid.measures]
+    if "curves" in grid.drawn:
+        for number, column in enumerate(dict.fromkeys(one.cell.column.label for one in have)):
+            here = [one for one in have if one.cell.column.label == column]
+            groups = {one.cell.row.label: list(one.runs.values()) for one in here}
+            kinds = dict.fromkeys(run.metric for runs in groups.values() for run in runs)
+            found += [
+                Picture(
+                    f"curve-{number}-{kind}",
+                    f"{column or grid.says}, by round",
+                    "Mean over seeds, and a band from the worst to the best.",
+                    figures.curves(
+                        {
+                            label: [run for run in runs if run.metric == kind]
+                            for label, runs in groups.items()
+                        },
+                        kind,
+                    ),
+                )
+                for kind in kinds
+            ]
+    return found
+
+
+def _sweep(grid: Grid, have: Sequence[Found], measure: Measure) -> Picture:
+    """A line for each row over the columns, in their order."""
+    figure = go.Figure()
+    for number, row in enumerate(dict.fromkeys(one.cell.row.label for one in have)):
+        points = {
+            one.cell.column.label: value
+            for one in have
+            if one.cell.row.label == row and (value := one.value(measure))
+        }
+        figure.add_scatter(
+            x=list(points),
+            y=[value.mean for value in points.values()],
+            error_y={"array": [value.std or 0.0 for value in points.values()]},
+            name=figures.text(row),
+            line={"color": figures.colour(number), "width": 2},
+        )
+    figure.update_yaxes(title=measure.label or "accuracy (%)")
+    slug = "".join(letter for letter in measure.label if letter.isalnum()) or "value"
+    return Picture(f"sweep-{slug}", measure.label or "Accuracy", grid.says, figures.finished(figure))
+
+
+def _inside(grid: Grid, have: Sequence[Found]) -> list[Picture]:
+    """What the first seed's models look like inside."""
+    if "inside" not in grid.drawn:
+        return []
+    found = []
+    for number, one in enumerate(have):
+        for run in list(one.runs.values())[:1]:
+            for picture in inside_pictures(run):
+                title = f"{one.cell.row.label}, {one.cell.column.label}: {picture.title}"
+                found.append(Picture(f"in-{number}-{picture.slug}", title, picture.caption, picture.figure))
+    return found
