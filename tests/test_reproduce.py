@@ -184,7 +184,7 @@ def test_only_some_methods(tmp_path: Path) -> None:
     made = reproduce("ssf/matrix", tmp_path, only=["scaffold", "fedsub-haar"])
     assert {run["method"] for run in made.facts["runs"]} == {"SCAFFOLD", "FedSub Haar"}
     assert [len(table.rows) for table in made.tables] == [6, 6, 6]  # and no claims about what was not run
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "ssf-matrix" / "report.html").exists()
 
 
 @pytest.mark.usefixtures("short")
@@ -196,7 +196,7 @@ def test_the_study_gives_the_same_bits_again(tmp_path: Path) -> None:
 
 
 def test_unknown_names() -> None:
-    assert list(items()) == ["ssf/matrix"]
+    assert {"ssf/matrix", "feddw/table1"} <= items().keys()
     with pytest.raises(FedAlloyError, match="unknown study 'ssf/matrx'; did you mean 'ssf/matrix'"):
         reproduce("ssf/matrx", Path("nowhere"))
     with pytest.raises(FedAlloyError, match="did you mean 'fedsub-haar'"):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.errors import unknown
 from fedalloy.expression import slug
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
 from fedalloy.reproduce.grid import Grid, Scale, by_seed, named
@@ -81,6 +81,6 @@ def reproduce(
 def _matrix(out: Path, only: Sequence[str], on_round: Tick | None) -> Written:
     for name in only:
         if name not in matrix_report.PARTS:
-            raise FedAlloyError(str(unknown(f"method of {MATRIX}", name, matrix_report.PARTS)))
+            raise unknown(f"method of {MATRIX}", name, matrix_report.PARTS)
     out.mkdir(parents=True, exist_ok=True)
     return matrix_report.write(out, tuple(only) or matrix_report.PARTS, on_round)

@@ -1,0 +1,173 @@
+"""Tables of papers: what is played, what is shared, what is printed beside the paper's numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedalloy import registry, reproduce
+from fedalloy.errors import FedAlloyError
+from fedalloy.folder import RunFolder
+from fedalloy.report.runs import read_run
+from fedalloy.reproduce import costs
+from fedalloy.reproduce.grid import (
+    Column,
+    Grid,
+    Row,
+    Scale,
+    accuracy,
+    by_seed,
+    client_accuracy,
+    diagnostic,
+    megabytes,
+    parameters,
+    place,
+    rounds_to,
+    seconds,
+)
+from test_report_runs import fake_run
+
+SMALL: dict[str, Any] = {"clients": 3, "batch": 64, "model": "mlp(hidden=8)", "engine": "inline", "lr": 0.1}
+GRID = Grid(
+    "A table of two settings",
+    rows=[Row("FedAvg", "fedavg", (50.0, None)), Row("FedProx", "fedprox(mu={mu})", (60.0, 70.0))],
+    columns=[
+        Column("even", {"skew": "iid"}, fill={"mu": 0.1}),
+        Column("skewed", {"skew": "dirichlet:0.5"}, {"rounds": 1}, {"mu": 1}),
+    ],
+    measures=[accuracy()],
+    base={**SMALL, "rounds": 4},
+    cpu={"rounds": 2},
+    reduced="two rounds",
+    seeds=(0, 1),
+    drawn=("curves", "sweep"),
+    notes=("A note.",),
+)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reproduce.GRIDS, "paper/table1", GRID)
+    monkeypatch.setitem(costs.DATA, "digits", costs.DATA["mnist"])
+
+
+def shas(out: Path) -> dict[str, str]:
+    found = {path.name: RunFolder(path).summary() for path in (out / "runs").iterdir()}
+    return {name: summary["weights_sha256"] for name, summary in found.items() if summary}
+
+
+def test_a_table_as_the_paper_prints_it(tmp_path: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    made = reproduce.reproduce("paper/table1", tmp_path, on_round=lambda *done: heard.append(done))
+    assert heard[0] == (0, 12)
+    assert heard[-1] == (12, 12)  # two rounds, and one where the column says so; two rows, two seeds
+    (table,) = made.tables
+    assert table.columns == ("", "even", "skewed")
+    (ours,) = (cell for cell in made.facts["cells"] if (cell["row"], cell["column"]) == ("FedProx", "skewed"))
+    mean, std = ours["ours"]["value"]["mean"], ours["ours"]["value"]["std"]
+    assert table.rows[1][2].text == f"{mean:.2f} ± {std:.2f} (70.00, {mean - 70:+.2f})"
+    assert "(" not in table.rows[0][2].text  # the paper has a dash
+    assert {row[1].mark for row in table.rows} in ({"best", "second"}, {"none"})
+    assert "Scale cpu: two rounds. Seeds: 2 of 2." in table.notes
+    assert "A note." in table.notes
+    assert ours["method"] == "fedprox(mu=1)"
+    page = made.files["report"].read_text()
+    assert page.count('class="plot"') == 3
+    assert "fedalloy reproduce paper/table1 --scale cpu --data-root DATA" in page
+    assert json.loads(made.files["results"].read_text())["cells"] == made.facts["cells"]
+    assert r"\toprule" in made.files["latex"].read_text()
+
+
+def test_what_is_there_is_not_played_again_and_what_was_cut_carries_on(tmp_path: Path) -> None:
+    reproduce.reproduce("paper/table1", tmp_path / "whole")
+
+    def cut(done: int, total: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.reproduce("paper/table1", tmp_path / "cut", on_round=cut)
+    some = shas(tmp_path / "cut")
+    assert 0 < len(some) < 8
+    heard: list[int] = []
+    reproduce.reproduce("paper/table1", tmp_path / "cut", on_round=lambda done, total: heard.append(done))
+    assert heard[0] == 5
+    assert shas(tmp_path / "cut") == shas(tmp_path / "whole")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").rglob("summary.json")}
+    reproduce.reproduce("paper/table1", tmp_path / "cut")
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_side_by_side_gives_the_same_bits(tmp_path: Path) -> None:
+    reproduce.reproduce("paper/table1", tmp_path / "one", seeds=[3])
+    reproduce.reproduce("paper/table1", tmp_path / "two", seeds=[3], jobs=2)
+    assert shas(tmp_path / "one") == shas(tmp_path / "two") != {}
+
+
+def test_only_some_rows_and_columns_are_played_and_all_that_is_there_is_shown(tmp_path: Path) -> None:
+    (table,) = reproduce.reproduce("paper/table1", tmp_path, ["fedavg", "even"], seeds=[0]).tables
+    assert [row[0].text for row in table.rows] == ["FedAvg"]
+    assert table.columns == ("", "even")
+    (table,) = reproduce.reproduce("paper/table1", tmp_path, ["fedprox", "skewed"], seeds=[0]).tables
+    assert table.columns == ("", "even", "skewed")
+    assert [[cell.text for cell in row[1:]] for row in table.rows][1][0] == ""
+    with pytest.raises(
+        FedAlloyError, match="has no row or column 'fedavgg'; it has: fedavg, fedprox, even, skewed"
+    ):
+        reproduce.reproduce("paper/table1", tmp_path, ["fedavgg"])
+
+
+def test_items_share_their_runs() -> None:
+    other = Grid("The same again", [Row("Plain", "fedavg")], GRID.columns[:1], GRID.measures, GRID.base)
+    mine = {place(config) for config in by_seed(GRID.cells("paper"))}
+    theirs = {place(config) for config in by_seed(other.cells("paper", seeds=[0, 1]))}
+    assert theirs < mine
+    moved = {place(config) for config in by_seed(GRID.cells("paper", "elsewhere"))}
+    assert moved == mine  # where the data lie makes no other run
+    assert len({place(config) for config in by_seed(GRID.cells("cpu"))} - mine) == 8
+
+
+def test_numbers_of_a_run(tmp_path: Path) -> None:
+    run = read_run(fake_run(tmp_path / "run"))
+    curve = run.curve("global_acc")
+    assert accuracy().of(run) == pytest.approx(100 * list(curve.values())[-1])
+    assert accuracy(last=2).of(run) == pytest.approx(50 * sum(list(curve.values())[-2:]))
+    assert accuracy("", "aux_acc", "global_acc").of(run) == accuracy().of(run)
+    assert accuracy("", "aux_acc").of(run) is None
+    assert rounds_to(2.0).of(run) is None
+    assert rounds_to(min(curve.values())).of(run) == min(
+        n for n, v in curve.items() if v >= min(curve.values())
+    )
+    assert client_accuracy("", 99).of(run) is None
+    assert diagnostic("", "nothing").of(run) is None
+    assert (seconds().of(run) or 0) > 0
+    assert (megabytes("", "up").of(run) or 0) > 0
+    assert parameters().of(run) is None or parameters().of(run)
+
+
+def test_a_table_with_the_wrong_number_of_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="FedAvg has 3 numbers for 2 places"):
+        Grid("x", [Row("FedAvg", "fedavg", (1.0, 2.0, 3.0))], GRID.columns, GRID.measures, {})
+
+
+@pytest.mark.parametrize("scale", ["cpu", "paper"])
+@pytest.mark.parametrize("item", list(reproduce.GRIDS))
+def test_every_item_is_sound(item: str, scale: Scale) -> None:
+    """Every method and every setting can be read, every name of a row or column is its own, and costs are known."""
+    grid = reproduce.GRIDS[item]
+    assert len(set(grid.parts)) == len(grid.parts)
+    assert grid.reduced
+    for config in by_seed(grid.cells(scale)):
+        registry.make(config.method)
+        assert config.data in costs.DATA
+
+
+def test_the_list_says_what_each_item_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce, "GRIDS", {"paper/table1": GRID})
+    found = {row["item"]: row for row in reproduce.listed("cpu")}
+    assert found["paper/table1"]["runs"] == 8
+    assert found["paper/table1"]["seconds"] >= 0
+    one, *_ = by_seed(GRID.cells("cpu"))
+    twice = one.model_copy(update={"epochs": 2, "method": "ditto"})
+    assert costs.run_seconds(twice) > 2 * costs.run_seconds(one)
