@@ -105,13 +105,12 @@ def test_side_by_side_gives_the_same_bits(tmp_path: Path) -> None:
     assert shas(tmp_path / "one") == shas(tmp_path / "two") != {}
 
 
-def test_only_some_rows_and_columns_are_played_and_all_that_is_there_is_shown(tmp_path: Path) -> None:
+def test_only_some_rows_and_columns(tmp_path: Path) -> None:
     (table,) = reproduce.reproduce("paper/table1", tmp_path, ["fedavg", "even"], seeds=[0]).tables
     assert [row[0].text for row in table.rows] == ["FedAvg"]
     assert table.columns == ("", "even")
     (table,) = reproduce.reproduce("paper/table1", tmp_path, ["fedprox", "skewed"], seeds=[0]).tables
-    assert table.columns == ("", "even", "skewed")
-    assert [[cell.text for cell in row[1:]] for row in table.rows][1][0] == ""
+    assert table.columns == ("", "skewed")
     with pytest.raises(
         FedAlloyError, match="has no row or column 'fedavgg'; it has: fedavg, fedprox, even, skewed"
     ):

@@ -20,7 +20,8 @@ from fedalloy.storage import write_whole
 from fedalloy.wire import Items, Reply, dump, restore
 
 MOST_POINTS = 1500  # in a t-SNE picture
-MOST_PANELS = 4  # clients, and rounds, in the pictures over rounds
+MOST_PANELS = 4  # rounds in the pictures over rounds
+PANEL_CLIENTS = 5
 PANEL_POINTS = 250
 
 
@@ -64,7 +65,7 @@ def mean_notes(replies: Sequence[Reply]) -> dict[str, float]:
 def snapshot(server: Server, sites: Sites, federation: Federation, folder: RunFolder) -> None:
     """Features of some samples of the first clients, by their own models as they are now, for pictures over rounds."""
     items: Items = {}
-    for k in federation.eligible[:MOST_PANELS]:
+    for k in federation.eligible[:PANEL_CLIENTS]:
         data, keep = federation.client(k), folder.vault.load(k, server.round + 1)
         mail = server.send(k, "evaluate")
         client = Client(

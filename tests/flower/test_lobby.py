@@ -1,5 +1,6 @@
 """Who is let in, who is waited for, and for how long."""
 
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.run import RunNotRunningException
+from flwr.supernode import start_client_internal
 from loopback import SMALL, Loopback
 
 from fedalloy import __version__
 from fedalloy.errors import FedAlloyError
+from fedalloy.flower import node
 from fedalloy.flower.post import Lobby
 from fedalloy.flower.records import FACTS, mail_record
 from fedalloy.flower.server import serve
@@ -256,3 +259,15 @@ def test_a_run_that_was_stopped_stops(tmp_path: Path) -> None:
     with pytest.raises(RunNotRunningException):
         serve(grid, settings)
     assert len(RunFolder(tmp_path / "run").history()) == 1
+
+
+def test_a_node_looks_for_messages_more_often_than_flower_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(start_client_internal, "time", time)
+    monkeypatch.setattr(node, "flower_supernode", lambda: vars(start_client_internal)["time"].sleep(3))
+    monkeypatch.setattr("sys.argv", ["node", "0.5", "--insecure"])
+    node.main()
+    assert slept == [0.5]
+    assert sys.argv == ["node", "--insecure"]
+    assert vars(start_client_internal)["time"].monotonic() > 0

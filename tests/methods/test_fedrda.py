@@ -199,6 +199,19 @@ def test_no_residual_is_no_distance() -> None:
     assert bool(torch.isfinite(z.grad).all())
 
 
+def test_rounding_is_no_residual() -> None:
+    """Guard: fewer samples than r lie in the space but for rounding, which kappa would blow up a million times."""
+    z = draw(3, 8).float()
+    space = residual_space(z, 4)
+    moved = z.clone().requires_grad_()
+    d = distance(moved, space, torch.full((3, 3), 1 / 3))
+    d.sum().backward()  # type: ignore[no-untyped-call]
+    assert float((z @ space).norm()) > 0
+    assert d.tolist() == [0] * 3
+    assert moved.grad is not None
+    assert float(moved.grad.norm()) == 0
+
+
 def test_negative_top_logits_do_not_push_outwards() -> None:
     """scores="logits": kappa is never negative."""
     z, space = draw(4, 6), torch.eye(6)[:, 2:]

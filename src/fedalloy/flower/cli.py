@@ -96,6 +96,9 @@ def site(
     patience: Annotated[
         float, Parameter(help="Seconds to go on trying while the server does not let it in.")
     ] = 300.0,
+    look_every: Annotated[
+        float, Parameter(help="Seconds between two looks for messages of the server.")
+    ] = 0.5,
     allow_code: Annotated[
         bool, Parameter(negative="", help="Let the server name models and methods outside of FedAlloy.")
     ] = False,
@@ -127,7 +130,8 @@ def site(
     with _until_stopped():
         while True:
             began = time.monotonic()
-            with site_process(bundle.resolve(), server, node, kept) as (process, address, secret):
+            running = site_process(bundle.resolve(), server, node, kept, look_every=look_every)
+            with running as (process, address, secret):
                 work(address, secret, answer, lambda: process.poll() is None)
                 now = time.monotonic()
             if now - began > SETTLED:

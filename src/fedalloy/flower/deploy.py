@@ -183,6 +183,7 @@ def site_process(
     *,
     keyed: bool = True,
     trusted: bool = True,
+    look_every: float = 0.5,
     extra: Sequence[str] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, bytes]]:
     """A SuperNode in process isolation: the process, its local address, and the secret for asking there."""
@@ -192,7 +193,7 @@ def site_process(
     file.touch(mode=0o600)
     file.write_bytes(secret)
     command = [
-        tool("flower-supernode"),
+        *(sys.executable, "-m", "fedalloy.flower.node", str(look_every)),
         *("--superlink", superlink),
         *(("--root-certificates", str(bundle / "ca.pem")) if trusted else ("--insecure",)),
         *(("--auth-supernode-private-key", str(bundle / "key")) if keyed else ()),

@@ -21,6 +21,7 @@ from fedalloy.site import Frozen, Site
 Encoder = Literal["mlp", "autoencoder", "orthogonal"]
 Decomposition = Literal["svd", "qr", "pca"]
 EPS = 1e-12
+ROUNDING = 1e-4  # of a feature's length: what lies outside of a space that should hold it all
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,15 @@ def residual_space(z: Tensor, rank: int, by: Decomposition = "svd") -> Tensor:
 def distance(z: Tensor, space: Tensor, scores: Tensor) -> Tensor:
     """d_i = kappa ||S^T z_i||, kappa = sum of top scores / sum of residuals, a constant (Eq 10).
 
-    Top logits may be negative; as a negative kappa would push features out of the space, it then is 0.
+    Top logits may be negative; as a negative kappa would push features out of the space, it then is 0. So it is where
+    features lie in the principal space but for rounding, as those of fewer than r samples do: it would only magnify it.
     """
     residual: Tensor = torch.linalg.vector_norm(z @ space, dim=1)
-    kappa = scores.max(1).values.sum().clamp(min=0) / (residual.sum() + EPS)
-    return kappa.detach() * residual
+    with torch.no_grad():
+        total = residual.sum()
+        outside = total > ROUNDING * torch.linalg.vector_norm(z)
+        kappa = outside * scores.max(1).values.sum().clamp(min=0) / (total + EPS)
+    return kappa * residual
 
 
 def deviation(u_g: Tensor, u_l: Tensor, scores: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from fedalloy.errors import unknown
 from fedalloy.expression import slug
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
 from fedalloy.reproduce.grid import Grid, Scale, by_seed, named
-from fedalloy.reproduce.playing import Tick, play, started
+from fedalloy.reproduce.playing import Tick, play
 from fedalloy.reproduce.printed import Written, write
 from fedalloy.run import one_thread
 
@@ -72,10 +72,7 @@ def reproduce(
     chosen = grid.cells(scale, data_root, only, seeds)
     inside = "inside" in grid.drawn
     play(runs, list(by_seed(chosen)), on_round, jobs, inside=inside)
-    shown = [
-        cell for cell in grid.cells(scale, data_root, seeds=seeds) if cell in chosen or started(runs, cell)
-    ]
-    return write(out / f"{slug(item)}-{scale}", item, grid, shown, runs, scale)
+    return write(out / f"{slug(item)}-{scale}", item, grid, chosen, runs, scale)
 
 
 def _matrix(out: Path, only: Sequence[str], on_round: Tick | None) -> Written:

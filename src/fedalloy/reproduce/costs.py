@@ -8,11 +8,12 @@ from torch.nn.functional import cross_entropy
 
 from fedalloy import nets
 from fedalloy.config import Config
-from fedalloy.nets.base import Inputs
+from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
 from fedalloy.reproduce.grid import Grid, Scale, by_seed
 
-TIMED = 8  # samples in a timed step
+TIMED = (8, 64)  # samples in a timed step; the second for nets that are quick
+QUICK = 0.1  # seconds that such a net takes for the first
 PASSES = {"ditto": 2.0, "fedkd": 2.0, "fml": 2.0, "fedsce": 2.2, "fedsol": 2.2, "perfedavg": 2.0, "moon": 1.6}
 FORWARD = 1 / 3  # of a training step
 
@@ -39,11 +40,14 @@ def seconds(grid: Grid, scale: Scale) -> float:
 def run_seconds(config: Config) -> float:
     """Of one run with all its workers."""
     train, test, inputs = DATA[config.data]
-    held = min(config.limit or train, train) * (1 - config.test_share)
-    trained = (
-        held * config.participation * config.epochs * config.rounds * PASSES.get(_name(config.method), 1.0)
-    )
-    tried = (test + (train - held if config.test_share else 0)) * config.rounds / config.eval_every
+    whole = min(config.limit or train, train)
+    held = whole * (1 - config.test_share)
+    asked = max(1.0, config.clients * config.participation)
+    a_round = held * config.participation * config.epochs
+    if config.steps is not None:
+        a_round = min(a_round, asked * config.steps * config.batch)
+    trained = a_round * config.rounds * PASSES.get(_name(config.method), 1.0)
+    tried = (test + whole - held) * config.rounds / config.eval_every
     each = [step_seconds(model, inputs) for model in config.architectures]
     return (trained + FORWARD * tried) * sum(each) / len(each) / config.processes
 
@@ -53,21 +57,26 @@ def step_seconds(model: str, inputs: Inputs) -> float:
     """Of one sample in a training step, on one thread."""
     with torch.random.fork_rng(devices=[]):
         net = nets.build(model, inputs)
-    x = _samples(inputs)
-    y = torch.arange(TIMED) % inputs.classes
+    few, many = TIMED
+    took = _step(net, inputs, few)
+    return took / few if took > QUICK else _step(net, inputs, many) / many
+
+
+def _step(net: Net, inputs: Inputs, samples: int) -> float:
+    x, y = _samples(inputs, samples), torch.arange(samples) % inputs.classes
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
         torch.autograd.backward(cross_entropy(net(x).logits, y))
         best = min(best, time.perf_counter() - began)
-    return best / TIMED
+    return best
 
 
-def _samples(inputs: Inputs) -> torch.Tensor:
+def _samples(inputs: Inputs, samples: int) -> torch.Tensor:
     draw = generator(0, "costs")
     if inputs.kind == "image":
-        return torch.randn(TIMED, *inputs.shape, generator=draw)
-    return torch.randint(1, inputs.vocab or 2, (TIMED, *inputs.shape), generator=draw)
+        return torch.randn(samples, *inputs.shape, generator=draw)
+    return torch.randint(1, inputs.vocab or 2, (samples, *inputs.shape), generator=draw)
 
 
 def _name(method: str) -> str:

@@ -72,6 +72,7 @@ class Grid:
     reduced: str = ""
     seeds: Sequence[int] = SEEDS
     drawn: Sequence[Literal["curves", "sweep", "inside"]] = ("curves",)
+    also: Sequence[str] = ()  # accuracies that have curves besides the headline one
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedalloy.config import Config
 from fedalloy.diagnose import study
 from fedalloy.folder import RunFolder
-from fedalloy.reproduce.grid import Cell, place
+from fedalloy.reproduce.grid import place
 from fedalloy.run import reopen
 from fedalloy.series import Series, rounds_left
 
@@ -44,11 +44,6 @@ def play(
         finally:
             for one in running:
                 one.cancel()
-
-
-def started(root: Path, cell: Cell) -> bool:
-    """Whether any run of a cell is finished."""
-    return any((root / place(config) / "summary.json").exists() for config in cell.configs.values())
 
 
 def _play(

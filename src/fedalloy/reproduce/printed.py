@@ -156,7 +156,8 @@ def _drawn(grid: Grid, have: Sequence[Found]) -> list[Picture]:
         for number, column in enumerate(dict.fromkeys(one.cell.column.label for one in have)):
             here = [one for one in have if one.cell.column.label == column]
             groups = {one.cell.row.label: list(one.runs.values()) for one in here}
-            kinds = dict.fromkeys(run.metric for runs in groups.values() for run in runs)
+            heads = [run.metric for runs in groups.values() for run in runs]
+            kinds = dict.fromkeys([*heads, *grid.also])
             found += [
                 Picture(
                     f"curve-{number}-{kind}",
@@ -164,7 +165,7 @@ def _drawn(grid: Grid, have: Sequence[Found]) -> list[Picture]:
                     "Mean over seeds, and a band from the worst to the best.",
                     figures.curves(
                         {
-                            label: [run for run in runs if run.metric == kind]
+                            label: [run for run in runs if kind in (run.metric, *grid.also)]
                             for label, runs in groups.items()
                         },
                         kind,
