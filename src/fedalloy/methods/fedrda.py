@@ -137,7 +137,7 @@ def distance(z: Tensor, space: Tensor, scores: Tensor) -> Tensor:
     with torch.no_grad():
         total = residual.sum()
         outside = total > ROUNDING * torch.linalg.vector_norm(z)
-        kappa = outside * scores.max(1).values.sum().clamp(min=0) / (total + EPS)
+        kappa: Tensor = outside * scores.max(1).values.sum().clamp(min=0) / (total + EPS)
     return kappa * residual
 
 
