@@ -28,6 +28,9 @@ from fedalloy.processes import die_with
 
 LINK = "fedalloy"  # the name of the connection in Flower's own config
 START_LIMIT = 60.0  # seconds
+NODE = Path(__file__).with_name(
+    "node.py"
+)  # run as a file: it needs nothing of FedAlloy, and torch takes long to import
 
 
 class Deployment:
@@ -193,7 +196,7 @@ def site_process(
     file.touch(mode=0o600)
     file.write_bytes(secret)
     command = [
-        *(sys.executable, "-m", "fedalloy.flower.node", str(look_every)),
+        *(sys.executable, "-P", str(NODE), str(look_every)),
         *("--superlink", superlink),
         *(("--root-certificates", str(bundle / "ca.pem")) if trusted else ("--insecure",)),
         *(("--auth-supernode-private-key", str(bundle / "key")) if keyed else ()),

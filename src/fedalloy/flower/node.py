@@ -1,6 +1,6 @@
 """Flower's SuperNode, with a shorter pause between two looks for messages: its three seconds are most of a short round.
 
-python -m fedalloy.flower.node SECONDS ARGUMENTS-OF-FLOWER-SUPERNODE
+python node.py SECONDS ARGUMENTS-OF-FLOWER-SUPERNODE
 """
 
 import sys
