@@ -38,7 +38,7 @@ class Federation:
 
     def __init__(self, folder: Path, **terms: Any) -> None:
         config = Config.of(SETTINGS)
-        agreed = Terms(sites="dealt", join_limit=60.0, **terms)
+        agreed = Terms(sites="dealt", join_limit=120.0, **terms)
         self.made = Deployment.create(folder, config, agreed, ["127.0.0.1"], free_port())
         self.folder = folder
         self.server: subprocess.Popen[bytes] | None = None
