@@ -120,8 +120,10 @@ def pieces_of(text: str) -> list[Mechanism]:
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("part", [*PARTS, *SETTINGS])
 def test_every_pair_trains_or_is_refused_by_name(base: str, part: str) -> None:
+    """All pairs are put together on every base; each is trained on one of them, so that all bases have their turn."""
     others = [*PARTS, *SETTINGS]
-    for other in others[others.index(part) :]:
+    place = others.index(part)
+    for number, other in enumerate(others[place:]):
         text = f"{base}{part}+{other}"
         try:
             method = registry.make(text)
@@ -131,7 +133,8 @@ def test_every_pair_trains_or_is_refused_by_name(base: str, part: str) -> None:
                 registry.make(f"{base}{other}+{part}")
             continue
         registry.make(f"{base}{other}+{part}")
-        trained_or_refused(method)
+        if (place + number) % len(BASES) == BASES.index(base):
+            trained_or_refused(method)
 
 
 @pytest.mark.filterwarnings("ignore::fedalloy.errors.FedAlloyWarning")

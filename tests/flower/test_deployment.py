@@ -20,7 +20,10 @@ from fedalloy.flower.terms import Terms
 from fedalloy.folder import RunFolder
 from fedalloy.run import start
 
-pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(600)]
+DEPLOYED = pytest.mark.skipif(
+    not os.environ.get("FEDALLOY_DEPLOYMENT"), reason="minutes of waiting for processes: make deployment"
+)
+pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(600), DEPLOYED]
 
 SETTINGS: dict[str, Any] = {
     "clients": 3,
