@@ -23,7 +23,6 @@ from fedalloy.reproduce.grid import (
     megabytes,
     parameters,
     place,
-    rounds_to,
     seconds,
 )
 from test_report_runs import fake_run
@@ -134,10 +133,6 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
     assert accuracy(last=2).of(run) == pytest.approx(50 * sum(list(curve.values())[-2:]))
     assert accuracy("", "aux_acc", "global_acc").of(run) == accuracy().of(run)
     assert accuracy("", "aux_acc").of(run) is None
-    assert rounds_to(2.0).of(run) is None
-    assert rounds_to(min(curve.values())).of(run) == min(
-        n for n, v in curve.items() if v >= min(curve.values())
-    )
     assert client_accuracy("", 99).of(run) is None
     assert diagnostic("", "nothing").of(run) is None
     assert (seconds().of(run) or 0) > 0

@@ -351,7 +351,7 @@ def reproduce(
     folder = out or Path("runs") / "reproduce"
     chosen = _numbers(seeds) if seeds else ()
     with (
-        resumable(folder / "runs", shlex.join(["fedalloy", *sys.argv[1:]])),
+        resumable(folder / "runs", "the same command"),
         counting(terminal, item) as tick,
     ):
         done = studies.reproduce(

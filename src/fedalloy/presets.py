@@ -1,127 +1,38 @@
-"""The comparisons of the seed papers: their methods, hyper-parameters and settings, to be changed by any flag."""
+"""The comparisons of the seed papers: a column of a table of theirs, to be changed by any flag."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fedalloy import registry
 from fedalloy.errors import unknown
+from fedalloy.reproduce import GRIDS
+
+PRESETS = {
+    "feddw": ("table1", "CIFAR-10 practical"),
+    "fedblade": ("table1", "CIFAR-10 α=0.1"),
+    "fedrda": ("table1", "CIFAR-10 ρ = 0.1"),
+    "fedsce": ("table2", ""),
+}
+"""By paper: which table, and which of its columns."""
 
 
 @dataclass(frozen=True)
 class Preset:
     """What a paper compares, and how."""
 
-    says: str
     methods: tuple[str, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-PRESETS = {
-    "feddw": Preset(
-        "FedDW, Table I, CIFAR-10, practical setting; personal methods are judged on everybody's data",
-        (
-            "fedavg",
-            "moon",
-            "fedbabu(ft_epochs=0)",
-            "feduv",
-            "fedprox",
-            "fedrep",
-            "fedproto",
-            "fedala",
-            "perfedavg",
-            "fedper",
-            "local",
-            "feddw(mu=0.1)",
-        ),
-        {
-            "data": "cifar10",
-            "model": "cnn-feddw",
-            "clients": 10,
-            "skew": "dirichlet:0.5",
-            "rounds": 50,
-            "epochs": 5,
-            "batch": 128,
-            "optimizer": "adam",
-            "lr": 0.001,
-        },
-    ),
-    "fedblade": Preset(
-        "FedBlade, Table 1, CIFAR-10, 20 of 100 clients, MobileNetV2",
-        (
-            "fedavg",
-            "fedprox(mu=0.01)",
-            "fedlc(tau=10)",
-            "feddecorr(beta=0.1)",
-            "fedrcl(tau=0.1)",
-            "fedavg+fedproto(lam=1, weighted=true, evaluate=head)",
-            "fedfm",
-            "fedetf",
-            "fedblade",
-        ),
-        {
-            "data": "cifar10",
-            "model": "mobilenetv2",
-            "clients": 100,
-            "participation": 0.2,
-            "skew": "dirichlet:0.1",
-            "augment": "crop:4,flip",
-            "rounds": 200,
-            "epochs": 5,
-            "batch": 64,
-            "lr": 0.01,
-            "momentum": 0.9,
-            "weight_decay": 1e-5,
-        },
-    ),
-    "fedrda": Preset(
-        "FedRDA, Table I, CIFAR-10, SimpleCNN; the number of rounds is ours",
-        (
-            "fedavg",
-            "fedprox",
-            "moon",
-            "fednova",
-            "feduv",
-            "fedsol",
-            "fedfa",
-            "fedfm",
-            "fedpac",
-            "fedrda",
-        ),
-        {
-            "data": "cifar10",
-            "model": "cnn-fedrda",
-            "clients": 10,
-            "skew": "dirichlet:0.1",
-            "rounds": 100,
-            "epochs": 3,
-            "batch": 64,
-            "lr": 0.01,
-            "momentum": 0.9,
-        },
-    ),
-    "fedsce": Preset(
-        "FedSCE, Table 2, Office-Caltech-10, one client per domain, half of its images for testing",
-        ("local", "fml", "fedkd", "feddistill", "fedproto", "fedtgp", "fedsce"),
-        {
-            "data": "office10",
-            "models": "resnet18,resnet34,resnet50,vit-b16,vit-b32",
-            "clients": 4,
-            "skew": "domain",
-            "test_share": 0.5,
-            "rounds": 200,
-            "epochs": 5,
-            "batch": 64,
-            "lr": 0.01,
-        },
-    ),
-}
+    settings: dict[str, Any]
 
 
 def preset(name: str) -> Preset:
-    """A paper's comparison by name."""
+    """A paper's comparison by name: the methods that it has numbers for, and its settings."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
-    return PRESETS[name]
+    table, label = PRESETS[name]
+    cells = GRIDS[f"{name}/{table}"].cells("paper", seeds=[0])
+    configs = [cell.configs[0] for cell in cells if cell.column.label == label and any(cell.paper)]
+    settings = configs[0].model_dump(exclude_unset=True, exclude={"method", "seed"})
+    return Preset(tuple(config.method for config in configs), settings)
 
 
 def every_method(architectures: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from fedalloy.config import Config
 from fedalloy.report.runs import Run, read_run
-from fedalloy.reproduce.grid import Column, Grid, Measure, Row, Settings, diagnostic, place
+from fedalloy.reproduce.grid import Column, Grid, Measure, Row, Settings, diagnostic, numbers, place
 
 SEEDS = (1024, 2025, 4096)
 BASE: dict[str, Any] = {
@@ -138,20 +138,14 @@ NC_OTHER = [
 ]
 
 
-def _numbers(text: str) -> list[float | None]:
-    """'55.19/69.26 200+' as 55.19, 69.26, None."""
-    words = text.replace("/", " ").split()
-    return [float(word) if word.replace(".", "").isdigit() else None for word in words]
-
-
 def _padded(text: str, shown: int, measures: int) -> list[float | None]:
     """The paper's numbers, so many for each column, where other measures stand beside them."""
-    found, gap = _numbers(text), [None] * (measures - shown)
+    found, gap = numbers(text), [None] * (measures - shown)
     return [one for i in range(0, len(found), shown) for one in (*found[i : i + shown], *gap)]
 
 
 def _rows(methods: Mapping[str, str], paper: Mapping[str, str] | None = None) -> list[Row]:
-    return [Row(label, method, _numbers((paper or {}).get(label, ""))) for label, method in methods.items()]
+    return [Row(label, method, numbers((paper or {}).get(label, ""))) for label, method in methods.items()]
 
 
 def _columns(*sets: str, alphas: Sequence[str] = ALPHAS) -> list[Column]:
@@ -198,7 +192,7 @@ def _speed(says: str, columns: Sequence[Column], note: str) -> Grid:
     """Rounds to both targets in some of the columns of two data sets."""
     first = 2 * TWO_SETS.index(columns[0])
     rows = [
-        Row(name, method, _numbers(SPEED[name])[first : first + 2 * len(columns)])
+        Row(name, method, numbers(SPEED[name])[first : first + 2 * len(columns)])
         for name, method in METHODS.items()
     ]
     targets = "Targets: 40 and 50 % on CIFAR-100, 20 and 30 % on Tiny-ImageNet; at cpu scale 20 and 30 %."
@@ -318,8 +312,8 @@ ITEMS: dict[str, Grid] = {
     "table3": _study(
         "FedBlade Table 3: the two parts, alone and together",
         [
-            Row(label, PARTS[label], _padded(numbers, 1, 2))
-            for label, numbers in {
+            Row(label, PARTS[label], _padded(printed, 1, 2))
+            for label, printed in {
                 "neither (FedETF)": "51.41/55.31/58.81 37.09/40.03/41.96",
                 "LDDecorr only": "50.98/53.74/56.24 39.20/40.46/37.43",
                 "PBA only": "52.66/56.42/61.60 36.05/39.55/41.82",
@@ -334,10 +328,10 @@ ITEMS: dict[str, Grid] = {
     "table4": _study(
         "FedBlade Table 4: the alignment without one of its pieces",
         [
-            Row("without FA", "fedblade(no_fa=true)", _numbers("39.36/41.19/42.11")),
-            Row("without DF", "fedblade(no_df=true)", _numbers("36.61/39.95/43.40")),
-            Row("without PA", "fedblade(no_pa=true)", _numbers("38.68/40.48/42.50")),
-            Row("FedBlade", "fedblade", _numbers("39.43/41.88/43.63")),
+            Row("without FA", "fedblade(no_fa=true)", numbers("39.36/41.19/42.11")),
+            Row("without DF", "fedblade(no_df=true)", numbers("36.61/39.95/43.40")),
+            Row("without PA", "fedblade(no_pa=true)", numbers("38.68/40.48/42.50")),
+            Row("FedBlade", "fedblade", numbers("39.43/41.88/43.63")),
         ],
         [LAST10],
         "FA aligns features, PA prototypes; DF is the label prior in FA's softmax, which stays in L_sup.",
@@ -346,8 +340,8 @@ ITEMS: dict[str, Grid] = {
     "table5": _study(
         "FedBlade Table 5: neural collapse with and without the alignment",
         [
-            Row(label, PARTS[part], _padded(numbers, 2, 5))
-            for label, part, numbers in (
+            Row(label, PARTS[part], _padded(printed, 2, 5))
+            for label, part, printed in (
                 ("without PBA", "LDDecorr only", "0.6425/22.33 0.6367/21.42 0.6260/20.83"),
                 ("with PBA", "both (FedBlade)", "0.5669/18.53 0.5268/17.06 0.4762/16.37"),
             )
@@ -391,8 +385,8 @@ ITEMS: dict[str, Grid] = {
     "table9": Grid(
         "FedBlade Table 9: local epochs E",
         rows=[
-            Row(f"E={epochs}", "fedblade", _numbers(numbers), {"epochs": epochs}, {"epochs": fewer})
-            for epochs, fewer, numbers in (
+            Row(f"E={epochs}", "fedblade", numbers(printed), {"epochs": epochs}, {"epochs": fewer})
+            for epochs, fewer, printed in (
                 (1, 1, "58.33/64.64/71.33 31.90/31.73/33.04 19.03/18.73/18.25"),
                 (5, 2, TABLE1["FedBlade"]),
                 (10, 4, "77.90/82.63/88.65 54.54/58.30/61.54 40.98/43.22/44.40"),
@@ -438,8 +432,8 @@ ITEMS: dict[str, Grid] = {
     "table11": Grid(
         "FedBlade Table 11: traffic of prototypes, one client and round",
         rows=[
-            Row(label, "fedblade", _numbers(numbers), {"model": model})
-            for label, model, numbers in (
+            Row(label, "fedblade", numbers(printed), {"model": model})
+            for label, model, printed in (
                 ("MobileNetV2", "mobilenetv2", "50/-/5 500/-/5 1000/-/5"),
                 ("ResNet-18", "resnet18", "20/-/2 200/-/2 400/-/2"),
             )
@@ -503,7 +497,7 @@ ITEMS: dict[str, Grid] = {
     "fig8": _sweep(8, "tau", "τ", (0.01, 0.05, 0.1, 0.5), 0.1),
     "fig9": _study(
         "FedBlade Figure 9: accuracy by round",
-        _rows(METHODS, {name: " ".join(numbers.split()[1:]) for name, numbers in TABLE1.items()}),
+        _rows(METHODS, {name: " ".join(printed.split()[1:]) for name, printed in TABLE1.items()}),
         [LAST10],
         "That the figure shows curves is inferred; they are those of the runs of Table 1, whose numbers stand here.",
         *COMPARED,

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedalloy.report.runs import Run
-from fedalloy.reproduce.grid import Column, Grid, Measure, Row, accuracy, diagnostic, parameters, seconds
+from fedalloy.reproduce.grid import (
+    Column,
+    Grid,
+    Measure,
+    Row,
+    accuracy,
+    diagnostic,
+    numbers,
+    parameters,
+    seconds,
+)
 
 BASE: dict[str, Any] = {
     "clients": 10,
@@ -45,11 +55,6 @@ LESS_RESNET: dict[str, Any] = {
 SMALLER = "3,000 training samples, 10 rounds of 2 epochs"
 SMALL_RESNET = "ResNet-18 is an eighth as wide, with 1,500 samples and 6 rounds"
 ONLY_ORDER = "so order compares and values do not"
-
-
-def numbers(text: str) -> tuple[float | None, ...]:
-    """Of a line of a printed table."""
-    return tuple(None if word == "–" else float(word) for word in text.split())
 
 
 def rda(**changes: Any) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedalloy.reproduce.grid import Column, Grid, Measure, Row, accuracy, client_accuracy, seconds
+from fedalloy.reproduce.grid import Column, Grid, Measure, Row, accuracy, client_accuracy, numbers, seconds
 
 Settings = dict[str, Any]
 
@@ -82,11 +82,6 @@ HALVES = (
     "Half of a domain is for testing: the paper says a quarter, but its accuracies are multiples of 1/479, 1/562, "
     "1/79 and 1/148.",
 )
-
-
-def numbers(text: str) -> list[float | None]:
-    """What a line of a table holds; a dash is none."""
-    return [None if word == "-" else float(word) for word in text.split()]
 
 
 def rows(lines: Mapping[str, str]) -> list[Row]:

@@ -140,6 +140,16 @@ def by_seed(cells: Sequence[Cell]) -> Iterator[Config]:
                     yield config
 
 
+def numbers(text: str) -> list[float | None]:
+    """The numbers of a printed line; what is none, such as a dash or '200+', is None.
+
+    >>> numbers("55.19/69.26 – 200+")
+    [55.19, 69.26, None, None]
+    """
+    words = text.replace("/", " ").split()
+    return [float(word) if word.replace(".", "").isdigit() else None for word in words]
+
+
 def accuracy(label: str = "", *names: str, last: int = 1) -> Measure:
     """The first of these accuracies that a run has, in percent; the mean of its last evaluations."""
     asked = names or ("global_acc",)
@@ -162,15 +172,6 @@ def client_accuracy(label: str, client: int, last: int = 1) -> Measure:
         return 100 * sum(value or 0.0 for value in values) / len(values) if values else None
 
     return Measure(label, of)
-
-
-def rounds_to(target: float, name: str = "global_acc") -> Measure:
-    """The first round at or above an accuracy; none if it is not reached."""
-
-    def of(run: Run) -> float | None:
-        return next((float(number) for number, value in run.curve(name).items() if value >= target), None)
-
-    return Measure(f"rounds to {100 * target:g} %", of, smaller=True, digits=0)
 
 
 def diagnostic(label: str, name: str, *, smaller: bool = False, digits: int = 3) -> Measure:

@@ -1,5 +1,6 @@
 """Many runs: one after the other or side by side, each carried on where it was."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from multiprocessing import get_context
@@ -20,17 +21,18 @@ def play(
     root: Path, configs: Sequence[Config], on_round: Tick | None, jobs: int = 1, *, inside: bool = False
 ) -> None:
     """Play what is left of these runs; `inside` looks into each when it is finished."""
+    tell = on_round or (lambda done, total: None)
     total = sum(config.rounds for config in configs)
 
-    def tick() -> None:
-        if on_round:
-            on_round(total - sum(rounds_left(root / place(config), config) for config in configs), total)
+    def played() -> int:
+        return total - sum(rounds_left(root / place(config), config) for config in configs)
 
-    tick()
+    count = itertools.count(played())
+    tell(next(count), total)
     if jobs == 1:
         series = Series()
         for config in configs:
-            _play(root, config, series, lambda record: tick(), inside=inside)
+            _play(root, config, series, lambda record: tell(next(count), total), inside=inside)
         return
     shared = [config.model_copy(update={"workers": max(1, config.processes // jobs)}) for config in configs]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -40,7 +42,7 @@ def play(
                 done, running = wait(running, LOOK, FIRST_EXCEPTION)
                 for one in done:
                     one.result()
-                tick()
+                tell(played(), total)
         finally:
             for one in running:
                 one.cancel()

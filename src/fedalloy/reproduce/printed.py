@@ -49,15 +49,11 @@ class Found:
         ours = self.value(measure)
         known = "" if paper is None else f"{paper:.{measure.digits}f}"
         if ours is None:
-            lost = f"diverged, {len(self.runs)} of {len(self.runs)}" if self._diverged else "–"
+            lost = "diverged" if any(run.diverged_round is not None for run in self.runs.values()) else "–"
             return f"{lost} ({known})" if known else lost
         spread = "" if ours.std is None else f" ± {ours.std:.{measure.digits}f}"
         text = f"{ours.mean:.{measure.digits}f}{spread}"
-        return f"{text} ({known}, {ours.mean - (paper or 0):+.{measure.digits}f})" if known else text
-
-    @property
-    def _diverged(self) -> bool:
-        return any(run.diverged_round is not None for run in self.runs.values())
+        return text if paper is None else f"{text} ({known}, {ours.mean - paper:+.{measure.digits}f})"
 
 
 def found(root: Path, cells: Sequence[Cell]) -> list[Found]:
