@@ -24,10 +24,10 @@ run: $(STAMP) ## compare methods on embedded data, offline; prints a table and t
 	    --seeds 0,1,2 --target 0.8
 
 test: $(STAMP) ## run all tests (browser tests where a browser is found)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
+	$(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
 
 deployment: $(STAMP) ## run the tests of a real federation, processes and all
-	OMP_NUM_THREADS=1 FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
+	$(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
 
 check: $(STAMP) ## format, lint and strict types, then all tests
 	$(BIN)/ruff format --check $(CHECKED)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -12,11 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedalloy.cli import main
 from fedalloy.config import Config
 from fedalloy.run import Result, resume, start
 
@@ -29,6 +32,8 @@ SETTINGS = (
     f" --rounds {ROUNDS} --eval-every 5 --engine workers --workers 2"
 ).split()
 PATIENCE = 120.0  # seconds until a test gives up on a process
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["fedalloy.cli"])
 
 
 def until(true: Callable[[], Any], what: str) -> None:
@@ -45,6 +50,10 @@ def lines(folder: Path) -> int:
     return 0
 
 
+def reached(folder: Path, rounds: int) -> bool:
+    return lines(folder) >= rounds
+
+
 def running(pid: int) -> bool:
     """A zombie that nobody has reaped yet does not run."""
     try:
@@ -53,33 +62,34 @@ def running(pid: int) -> bool:
         return False
 
 
+def words(folder: Path, *more: str) -> list[str]:
+    """What to type for a new run, or for the rest of one."""
+    known = (folder / "config.toml").exists()
+    return [
+        "run",
+        *(["--resume", str(folder)] if known else [*SETTINGS, *more, "--out", str(folder)]),
+        "--json",
+    ]
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(pid) for pid in path.read_text().split()]
+    return found
+
+
 class Play:
-    """`fedalloy run` in a process group of its own: a new run, or the rest of one."""
+    """`fedalloy run` in a process of its own, which has imported everything already: that takes longer than the run."""
 
     def __init__(self, folder: Path, *more: str) -> None:
         self.folder = folder
-        known = (folder / "config.toml").exists()
-        what = ["--resume", str(folder)] if known else [*SETTINGS, *more, "--out", str(folder)]
-        self.process = subprocess.Popen(
-            [FEDALLOY, "run", *what, "--json"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def workers(self) -> list[int]:
-        found: list[int] = []
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            with suppress(FileNotFoundError, ProcessLookupError):
-                found += [int(pid) for pid in path.read_text().split()]
-        return found
+        self.process = FORKS.Process(target=main, args=(words(folder, *more),))
+        self.process.start()
 
     def reaches(self, rounds: int) -> None:
-        until(
-            lambda: lines(self.folder) >= rounds or self.process.poll() is not None, f"round {rounds} is over"
-        )
+        until(lambda: lines(self.folder) >= rounds or not self.process.is_alive(), f"round {rounds} is over")
 
     def starts(self, seconds: float) -> None:
         """Wait, but not beyond the first round."""
@@ -89,23 +99,26 @@ class Play:
 
     def kill(self) -> bool:
         """SIGKILL; whether it was still at work. Its workers go by themselves."""
-        workers = self.workers()
-        alive = self.process.poll() is None
+        workers = children(self.process.pid or 0)
         self.process.kill()
-        self.process.communicate(timeout=PATIENCE)
+        self.process.join(PATIENCE)
         until(lambda: not any(running(pid) for pid in workers), "the workers are gone")
-        return alive and self.process.returncode == -signal.SIGKILL
+        return self.process.exitcode == -signal.SIGKILL
 
     def finish(self) -> dict[str, Any]:
-        """What it prints when it is left alone."""
-        out, error = self.process.communicate(timeout=PATIENCE)
-        assert self.process.returncode == 0, error
-        summary: dict[str, Any] = json.loads(out)
-        return {
-            "weights": summary["weights_sha256"],
-            "private": summary["private_sha256"],
-            "history": history(self.folder),
-        }
+        """The bits it ends with when it is left alone."""
+        self.process.join(PATIENCE)
+        assert self.process.exitcode == 0
+        return bits(self.folder)
+
+
+def bits(folder: Path) -> dict[str, Any]:
+    summary = json.loads((folder / "summary.json").read_text())
+    return {
+        "weights": summary["weights_sha256"],
+        "private": summary["private_sha256"],
+        "history": history(folder),
+    }
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -131,10 +144,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     first = time.monotonic()
     play.reaches(ROUNDS)
     last = time.monotonic()
-    bits = play.finish()
-    assert bits["private"]
-    assert len(bits["history"]) == ROUNDS
-    return Whole(bits, first - began, (last - first) / (ROUNDS - 1))
+    found = play.finish()
+    assert found["private"]
+    assert len(found["history"]) == ROUNDS
+    return Whole(found, first - began, (last - first) / (ROUNDS - 1))
 
 
 # Each chain is one run, killed five times and then left alone. A number is how many rounds a process may finish before
@@ -170,13 +183,19 @@ def test_ctrl_c(whole: Whole, tmp_path: Path) -> None:
     """Exit code 130, the command to carry on with, and nobody left; from a terminal every process hears it."""
     folder = tmp_path / "run"
     for rounds, hit in {2: os.killpg, 5: os.kill}.items():
-        play = Play(folder)
-        play.reaches(rounds)
-        workers = play.workers()
+        process = subprocess.Popen(
+            [FEDALLOY, *words(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        until(partial(reached, folder, rounds), f"round {rounds} is over")
+        workers = children(process.pid)
         assert len(workers) == 2
-        hit(play.process.pid, signal.SIGINT)
-        out, error = play.process.communicate(timeout=PATIENCE)
-        assert play.process.returncode == 130, error
+        hit(process.pid, signal.SIGINT)
+        out, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 130, error
         assert f"fedalloy run --resume {folder}" in error
         assert "Traceback" not in error
         assert out == ""
@@ -226,17 +245,17 @@ def dies_at(number: int, folder: Path) -> bool:
 
 
 def test_killed_between_any_two_changes_to_the_disk(tmp_path: Path) -> None:
-    def bits(result: Result) -> tuple[Any, ...]:
+    def told(result: Result) -> tuple[Any, ...]:
         kept = [{key: value for key, value in line.items() if key != "seconds"} for line in result.history]
         return result.summary["weights_sha256"], result.summary["private_sha256"], kept
 
-    expected = bits(start(SMALL, tmp_path / "whole"))
+    expected = told(start(SMALL, tmp_path / "whole"))
     for number in itertools.count():
         folder = tmp_path / str(number)
         if not dies_at(number, folder):
             break
         again = resume(folder) if (folder / "config.toml").exists() else start(SMALL, folder)
-        assert bits(again) == expected, f"killed before change {number}"
+        assert told(again) == expected, f"killed before change {number}"
         assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
         shutil.rmtree(folder)
     assert number > 30

@@ -1,14 +1,18 @@
 """Tables of papers: what is played, what is shared, what is printed beside the paper's numbers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser import needs_browser
 from fedalloy import registry, reproduce
+from fedalloy.cli import main
 from fedalloy.errors import FedAlloyError
 from fedalloy.folder import RunFolder
+from fedalloy.report import files
 from fedalloy.report.runs import read_run
 from fedalloy.reproduce import costs
 from fedalloy.reproduce.grid import (
@@ -116,12 +120,64 @@ def test_only_some_rows_and_columns(tmp_path: Path) -> None:
         reproduce.reproduce("paper/table1", tmp_path, ["fedavgg"])
 
 
+def test_what_is_given_wins_and_is_told(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"only": ["fedavg", "even"], "seeds": [0]}
+    plain = reproduce.reproduce("paper/table1", tmp_path, **chosen)
+    made = reproduce.reproduce("paper/table1", tmp_path, given={"rounds": 3, "workers": 2}, **chosen)
+    assert made.facts["command"] == (
+        "fedalloy reproduce paper/table1 --scale cpu --rounds 3 --only fedavg,even --seeds 0 --data-root DATA"
+    )
+    assert "two rounds, but --rounds 3. Seeds: 1 of 1." in made.tables[0].notes[1]
+    assert "but" not in plain.tables[0].notes[1]
+    page = made.files["report"].read_text()
+    assert made.facts["command"] in page
+    assert len(shas(tmp_path)) == 2
+    with pytest.raises(FedAlloyError, match="leave --rounds away"):
+        reproduce.reproduce("ssf/matrix", tmp_path, given={"rounds": 3})
+
+
+@needs_browser
+def test_figures_as_files(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"only": ["even"], "seeds": [0]}
+    plain = reproduce.reproduce("paper/table1", tmp_path, **chosen).files["table"].read_text()
+    assert "fedalloy reproduce paper/table1 --scale cpu --only even" in plain
+    assert "![" not in plain
+    made = reproduce.reproduce("paper/table1", tmp_path, images=True, **chosen).files["table"]
+    named = re.findall(r"!\[.+?\]\((.+?)\)", made.read_text())
+    assert named == ["sweep-value.svg", "curve-0-global_acc.svg"]
+    for name in named:
+        drawn = (made.parent / name).read_text()
+        assert drawn.startswith("<svg")
+        assert "FedProx" in drawn
+
+
+def test_figures_as_files_take_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    with pytest.raises(FedAlloyError, match=r"fedalloy\[images\]"):
+        reproduce.reproduce("paper/table1", tmp_path, ["fedavg", "even"], seeds=[0], images=True)
+
+
+def test_figures_as_files_take_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "none"))
+    with pytest.raises(FedAlloyError, match="images need Chrome or Chromium"):
+        reproduce.reproduce("paper/table1", tmp_path, ["fedavg", "even"], seeds=[0], images=True)
+
+
+@pytest.mark.parametrize("flag", ["--method fedavg", "--data digits", "--seed 1"])
+def test_method_data_and_seeds_are_the_items_own(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", "paper/table1", *flag.split()])
+    assert ended.value.code == 2
+    assert f"leave {flag.split()[0]} away" in capsys.readouterr().err
+
+
 def test_items_share_their_runs() -> None:
     other = Grid("The same again", [Row("Plain", "fedavg")], GRID.columns[:1], GRID.measures, GRID.base)
     mine = {place(config) for config in by_seed(GRID.cells("paper"))}
     theirs = {place(config) for config in by_seed(other.cells("paper", seeds=[0, 1]))}
     assert theirs < mine
-    moved = {place(config) for config in by_seed(GRID.cells("paper", "elsewhere"))}
+    moved = {place(config) for config in by_seed(GRID.cells("paper", {"data_root": "elsewhere"}))}
     assert moved == mine  # where the data lie makes no other run
     assert len({place(config) for config in by_seed(GRID.cells("cpu"))} - mine) == 8
 

@@ -330,22 +330,30 @@ def reproduce(
     ] = "cpu",
     only: Annotated[str, Parameter(help="Only these rows and columns, separated by commas.")] = "",
     seeds: Annotated[str, Parameter(help="Seeds, separated by commas; by default those of the item.")] = "",
-    data_root: Annotated[Path | None, Parameter(help="The folder with the data sets.")] = None,
+    settings: Settings = None,
     jobs: Annotated[AtLeastOne, Parameter(help="Runs side by side; the cores are shared out.")] = 1,
+    images: Annotated[
+        bool, Parameter(negative="", help="Write the figures as SVG files too; needs a Chrome or Chromium.")
+    ] = False,
     out: Annotated[Path | None, Parameter(help="The folder to write; by default runs/reproduce.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a paper's tables and figures again, with our numbers beside the paper's; what was cut short carries on.
+
+    Settings, such as --rounds 20 or --engine ray, win over those of the item.
 
     Parameters
     ----------
     item
         PAPER/ITEM, such as feddw/table1; "list" shows what there is, and how long it would take here.
     """
-    terminal, root = console(quiet=as_json), str(data_root) if data_root else None
+    given, terminal = _given(settings), console(quiet=as_json)
+    for name, instead in {"method": "--only", "data": "--only", "seed": "--seeds"}.items():
+        if name in given:
+            raise FedAlloyError(f"an item has its own {name}: leave --{name} away, or choose with {instead}")
     if item == "list":
         with terminal.status("timing a few steps of every model"):
-            listed = studies.listed(scale)
+            listed = studies.listed(scale, given)
         print_json({"items": listed}) if as_json else show.studies(console(), listed)
         return
     folder = out or Path("runs") / "reproduce"
@@ -355,7 +363,15 @@ def reproduce(
         counting(terminal, item) as tick,
     ):
         done = studies.reproduce(
-            item, folder, split(only), tick, scale=scale, data_root=root, seeds=chosen, jobs=jobs
+            item,
+            folder,
+            split(only),
+            tick,
+            scale=scale,
+            given=given,
+            seeds=chosen,
+            jobs=jobs,
+            images=images,
         )
     if as_json:
         print_json({**done.facts, "files": {name: str(path) for name, path in done.files.items()}})

@@ -4,6 +4,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -28,6 +29,7 @@ Scale = Annotated[float, Interval(ge=0.1, le=8)]
 Dropout = Annotated[float, Interval(ge=0, le=0.9)]
 
 
+@cache
 def hints(function: Callable[..., object]) -> dict[str, Any]:
     """The annotated keyword parameters of a function or dataclass, in order."""
     source = inspect.unwrap(function)
@@ -62,9 +64,12 @@ def checked(what: str, function: Callable[..., object], given: Mapping[str, Any]
 def _fitted(hint: Any, value: Any) -> Any:
     if value is None and typing.get_origin(hint) is Literal:
         value = "none"  # norm=none, without quotes, is read as None
-    return pydantic.TypeAdapter(
-        hint, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False)
-    ).validate_python(value)
+    return _adapter(hint).validate_python(value)
+
+
+@cache
+def _adapter(hint: Any) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def expected(hint: Any) -> str:

@@ -95,10 +95,10 @@ def _piece(word: str) -> Alloy | Mechanism:
     term = single(word)
     if term.name in RECIPES:
         return RECIPES[term.name].make(**term.parameters)
-    if term.name in parts():
-        kind = parts()[term.name]
+    known = parts()
+    if kind := known.get(term.name):
         return kind(**checked(term.name, kind, term.parameters))
-    raise unknown("method", term.name, [*RECIPES, *parts()])
+    raise unknown("method", term.name, [*RECIPES, *known])
 
 
 def _imported(word: str) -> Alloy:

@@ -20,10 +20,7 @@ from fedalloy.flower.terms import Terms
 from fedalloy.folder import RunFolder
 from fedalloy.run import start
 
-DEPLOYED = pytest.mark.skipif(
-    not os.environ.get("FEDALLOY_DEPLOYMENT"), reason="minutes of waiting for processes: make deployment"
-)
-pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(600), DEPLOYED]
+pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(600)]
 
 SETTINGS: dict[str, Any] = {
     "clients": 3,
@@ -80,8 +77,15 @@ class Federation:
         file = self.folder / f"{name}.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
+    def play(self, folder: str, *overrides: str) -> dict[str, Any]:
+        """A run to its end, without the processes of a command that waits for it; its summary."""
+        self.made.start_run([" ".join([f'run-folder="{folder}"', *overrides])])
+        place = RunFolder(self.folder / "server" / folder)
+        until(lambda: place.summary() is not None, f"the run {folder}", 300)
+        return place.summary() or {}
+
     def run(self, folder: str, *overrides: str) -> dict[str, Any]:
-        """A run to its end, by the command that users type; its summary."""
+        """The same by the command that users type."""
         done = subprocess.run(
             self.fedalloy(*self.words(folder, *overrides), "--json"),
             capture_output=True,
@@ -152,13 +156,13 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     "method", ["fedavg", "scaffold", "feddw(mu=1)", "fedblade", "fedsce(p=1, mu=0.1)", "fedpac"]
 )
 def test_same_bits_as_in_a_simulation(federation: Federation, tmp_path: Path, method: str) -> None:
-    summary = federation.run(method.partition("(")[0], f'method="{method}"')
+    summary = federation.play(method.partition("(")[0], f'method="{method}"')
     assert summary["weights_sha256"] == inline(tmp_path / "inline", method=method)
 
 
 def test_a_masked_run(federation: Federation, tmp_path: Path) -> None:
     """Through Flower's SecAgg+ the server sees sums alone, rounded to its steps."""
-    summary = federation.run("masked", "masked=true", "rounds=1", 'model="mlp(hidden=8)"')
+    summary = federation.play("masked", "masked=true", "rounds=1", 'model="mlp(hidden=8)"')
     alone = start(Config.of({**SETTINGS, "rounds": 1, "model": "mlp(hidden=8)"}), tmp_path / "inline")
     assert summary["weights_sha256"] != alone.summary["weights_sha256"]
     masked = federation.folder / "server" / "masked"
@@ -170,7 +174,7 @@ def test_a_masked_run(federation: Federation, tmp_path: Path) -> None:
 def test_a_private_run(federation: Federation) -> None:
     """Noise is drawn from a secret of the site's, so that two runs differ; both have spent the same."""
     method = 'method="fedavg+private(clip=1, noise=2)"'
-    runs = [federation.run(f"private-{one}", method, "rounds=1", 'model="mlp(hidden=8)"') for one in "ab"]
+    runs = [federation.play(f"private-{one}", method, "rounds=1", 'model="mlp(hidden=8)"') for one in "ab"]
     assert runs[0]["weights_sha256"] != runs[1]["weights_sha256"]
     for one in "ab":
         (line,) = federation.history(f"private-{one}")

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedalloy.errors import unknown
+from fedalloy.config import flag
+from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import slug
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
-from fedalloy.reproduce.grid import Grid, Scale, by_seed, named
+from fedalloy.reproduce.grid import Grid, Scale, Settings, by_seed, named
 from fedalloy.reproduce.playing import Tick, play
-from fedalloy.reproduce.printed import Written, write
+from fedalloy.reproduce.printed import Asked, Written, write
 from fedalloy.run import one_thread
 
 __all__ = ["GRIDS", "MATRIX", "Written", "items", "listed", "reproduce"]
@@ -30,19 +31,21 @@ def items() -> dict[str, str]:
     return {name: grid.says for name, grid in GRIDS.items()} | {MATRIX: matrix_report.SAYS}
 
 
-def listed(scale: Scale) -> list[dict[str, Any]]:
+def listed(scale: Scale, given: Settings | None = None) -> list[dict[str, Any]]:
     """The same with what each item takes here, one thread for each core: an estimate from a few timed steps."""
+    rows = []
     with one_thread():
-        rows = [
-            {
-                "item": name,
-                "says": grid.says,
-                "data": sorted({config.data for config in by_seed(grid.cells(scale))}),
-                "runs": len(list(by_seed(grid.cells(scale)))),
-                "seconds": round(costs.seconds(grid, scale)),
-            }
-            for name, grid in GRIDS.items()
-        ]
+        for name, grid in GRIDS.items():
+            configs = list(by_seed(grid.cells(scale, given)))
+            rows.append(
+                {
+                    "item": name,
+                    "says": grid.says,
+                    "data": sorted({config.data for config in configs}),
+                    "runs": len(configs),
+                    "seconds": round(sum(map(costs.run_seconds, configs))),
+                }
+            )
     return [*rows, {"item": MATRIX, "says": matrix_report.SAYS, "data": [], "runs": 1, "seconds": 60}]
 
 
@@ -53,31 +56,36 @@ def reproduce(
     on_round: Tick | None = None,
     *,
     scale: Scale = "cpu",
-    data_root: str | None = None,
+    given: Settings | None = None,
     seeds: Sequence[int] = (),
     jobs: int = 1,
+    images: bool = False,
 ) -> Written:
     """Play what is missing of an item, or of some of its rows and columns, and write what there is.
 
     Everything goes into `out`: each item into a folder of its own, runs into one for all items, for they share them.
-    ``on_round`` hears the rounds played and those there are in all.
+    Settings that are ``given`` win over the item's. ``on_round`` hears the rounds played and those there are in all.
+    With ``images`` the figures are files beside the table too (extra ``images``, and a Chrome or Chromium).
     """
     if item not in items():
         raise unknown("study", item, items())
     if item == MATRIX:
-        return _matrix(out / slug(item), only, on_round)
+        if given:
+            raise FedAlloyError(f"{MATRIX} has settings of its own; leave {', '.join(map(flag, given))} away")
+        return _matrix(out / slug(item), only, on_round, images=images)
     grid = GRIDS[item]
     named(only, grid, item)
     runs = out / "runs"
-    chosen = grid.cells(scale, data_root, only, seeds)
+    chosen = grid.cells(scale, given, only, seeds)
     inside = "inside" in grid.drawn
     play(runs, list(by_seed(chosen)), on_round, jobs, inside=inside)
-    return write(out / f"{slug(item)}-{scale}", item, grid, chosen, runs, scale)
+    asked = Asked(item, scale, given or {}, only, seeds)
+    return write(out / f"{slug(item)}-{scale}", asked, grid, chosen, runs, images=images)
 
 
-def _matrix(out: Path, only: Sequence[str], on_round: Tick | None) -> Written:
+def _matrix(out: Path, only: Sequence[str], on_round: Tick | None, *, images: bool) -> Written:
     for name in only:
         if name not in matrix_report.PARTS:
             raise unknown(f"method of {MATRIX}", name, matrix_report.PARTS)
     out.mkdir(parents=True, exist_ok=True)
-    return matrix_report.write(out, tuple(only) or matrix_report.PARTS, on_round)
+    return matrix_report.write(out, tuple(only) or matrix_report.PARTS, on_round, images=images)

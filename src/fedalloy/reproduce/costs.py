@@ -10,7 +10,6 @@ from fedalloy import nets
 from fedalloy.config import Config
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
-from fedalloy.reproduce.grid import Grid, Scale, by_seed
 
 TIMED = (8, 64)  # samples in a timed step; the second for nets that are quick
 QUICK = 0.1  # seconds that such a net takes for the first
@@ -30,11 +29,6 @@ DATA: dict[str, tuple[int, int, Inputs]] = {
     "digit5": (215_000, 0, Inputs("image", (3, 32, 32), 10)),
     "imdb": (25_000, 25_000, Inputs("tokens", (200,), 2, 20_000)),
 }
-
-
-def seconds(grid: Grid, scale: Scale) -> float:
-    """Of all runs of an item, one after the other."""
-    return sum(run_seconds(config) for config in by_seed(grid.cells(scale)))
 
 
 def run_seconds(config: Config) -> float:

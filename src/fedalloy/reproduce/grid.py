@@ -87,27 +87,24 @@ class Grid:
         return [*(slug(row.label) for row in self.rows), *(slug(column.label) for column in self.columns)]
 
     def cells(
-        self, scale: Scale, data_root: str | None = None, only: Sequence[str] = (), seeds: Sequence[int] = ()
+        self, scale: Scale, given: Settings | None = None, only: Sequence[str] = (), seeds: Sequence[int] = ()
     ) -> list[Cell]:
-        """All cells, or those of some rows and columns."""
+        """All cells, or those of some rows and columns; what is given wins over the grid's settings."""
         rows, columns = _chosen(self.rows, only), _chosen(self.columns, only)
         return [
-            Cell(row, column, self._configs(row, column, scale, data_root, seeds), self._paper(row, column))
+            Cell(row, column, self._configs(row, column, scale, given or {}, seeds), self._paper(row, column))
             for column in columns
             for row in rows
             if not row.columns or column.label in row.columns
         ]
 
     def _configs(
-        self, row: Row, column: Column, scale: Scale, data_root: str | None, seeds: Sequence[int]
+        self, row: Row, column: Column, scale: Scale, given: Settings, seeds: Sequence[int]
     ) -> dict[int, Config]:
         less = {**self.cpu, **column.cpu, **row.cpu} if scale == "cpu" else {}
-        values = {**self.base, **column.settings, **row.settings, **less}
+        values = {**self.base, **column.settings, **row.settings, **less, **given}
         method = row.method.format(**column.fill) if column.fill else row.method
-        return {
-            seed: Config.of({**values, "method": method, "seed": seed, "data_root": data_root})
-            for seed in seeds or self.seeds
-        }
+        return {seed: Config.of({**values, "method": method, "seed": seed}) for seed in seeds or self.seeds}
 
     def _paper(self, row: Row, column: Column) -> Sequence[float | None]:
         if not row.paper:

@@ -10,9 +10,9 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from fedalloy.report.figures import DASHES, PALETTE, finished
-from fedalloy.report.files import write_text
+from fedalloy.report.files import write_markdown, write_text
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables
-from fedalloy.report.tables import Cell, Table, to_markdown
+from fedalloy.report.tables import Cell, Table
 from fedalloy.reproduce.matrix_study import (
     LEARNING_RATES,
     METHODS,
@@ -30,6 +30,7 @@ from fedalloy.run import one_thread
 
 SAYS = "SSF, SCAFFOLD, FedAvg and FedSub on matrix regression: heterogeneity, rank, noise (about a minute)"
 TITLE = "SSF on matrix regression"
+COMMAND = "fedalloy reproduce ssf/matrix"
 PAPER = "Zhu, Huang, Xu, Li, 2026, arXiv 2604.25467"
 _NAMES = {label.lower().replace(" ", "-"): label for label in METHODS}
 PARTS = tuple(_NAMES)
@@ -82,17 +83,19 @@ DIVERGENCE = (
 )
 
 
-def write(out: Path, parts: Sequence[str], on_round: OnRound | None = None) -> Written:
+def write(
+    out: Path, parts: Sequence[str], on_round: OnRound | None = None, *, images: bool = False
+) -> Written:
     """Run the study for these methods and write its three files."""
     began = time.perf_counter()
     with one_thread():
         curves = study([_NAMES[part] for part in parts], on_round)
     seconds = round(time.perf_counter() - began, 1)
-    drawn = all_tables(curves)
+    drawn, shown = all_tables(curves), _pictures(curves)
     facts = {"item": "ssf/matrix", "seconds": seconds, "runs": [curve.facts for curve in curves]}
     files = {
-        "report": write_text(out / "report.html", _page(curves, drawn, seconds)),
-        "tables": write_text(out / "tables.md", "\n".join(map(to_markdown, drawn))),
+        "report": write_text(out / "report.html", _page(drawn, shown, seconds)),
+        "tables": write_markdown(out / "tables.md", COMMAND, drawn, shown if images else ()),
         "results": write_text(out / "results.json", json.dumps(facts, indent=1, allow_nan=False) + "\n"),
     }
     return Written(drawn, files, facts)
@@ -197,7 +200,7 @@ def claims(curves: Sequence[Curve]) -> list[Table]:
     return [Table("What is claimed, what we measure", ("Claim", "Measured", "Holds"), cells, (DIVERGENCE,))]
 
 
-def _page(curves: Sequence[Curve], drawn: Sequence[Table], seconds: float) -> str:
+def _page(drawn: Sequence[Table], shown: Sequence[Picture], seconds: float) -> str:
     facts = {
         "Paper": PAPER,
         "Problem": "W 100 × 10, 10 clients of 200 samples, K = 10 exact or noisy steps a round, all clients present",
@@ -208,8 +211,8 @@ def _page(curves: Sequence[Curve], drawn: Sequence[Table], seconds: float) -> st
     sections = [
         header(TITLE, facts),
         section("Results", tables(drawn)),
-        section("Figures", pictures(_pictures(curves))),
-        section("Reproduce", [card(code("fedalloy reproduce ssf/matrix"))]),
+        section("Figures", pictures(shown)),
+        section("Reproduce", [card(code(COMMAND))]),
     ]
     return page(TITLE, sections, "inline")
 

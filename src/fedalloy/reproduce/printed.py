@@ -9,21 +9,45 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedalloy.config import Config
+from fedalloy.config import FREE, Config, flag
 from fedalloy.report import figures
-from fedalloy.report.files import write_text
+from fedalloy.report.files import write_markdown, write_text
 from fedalloy.report.inside import inside_pictures
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables
 from fedalloy.report.runs import Run, read_run
 from fedalloy.report.statistics import Estimate, estimate, marks
 from fedalloy.report.tables import Cell as Printed
-from fedalloy.report.tables import Table, to_latex, to_markdown
+from fedalloy.report.tables import Table, to_latex
 from fedalloy.reproduce.grid import Cell, Grid, Measure, Scale, place
 
 LEGEND = (
     "Ours: mean ± standard deviation over seeds; in brackets the paper's number and how far ours is from it. "
     "Best bold, second underlined."
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for: an item at a scale, settings that win over its own, parts of it, seeds."""
+
+    item: str
+    scale: Scale
+    given: Mapping[str, Any]
+    only: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+
+    @property
+    def changed(self) -> list[str]:
+        """Settings that change the numbers, as flags."""
+        kept = {name: value for name, value in self.given.items() if name not in FREE}
+        return [word for name, value in kept.items() for word in (flag(name), str(value))]
+
+    @property
+    def command(self) -> str:
+        words = ["fedalloy", "reproduce", self.item, "--scale", self.scale, *self.changed]
+        words += ["--only", ",".join(self.only)] if self.only else []
+        words += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
+        return shlex.join([*words, "--data-root", "DATA"])
 
 
 @dataclass(frozen=True)
@@ -66,22 +90,30 @@ def _runs(root: Path, cell: Cell) -> dict[int, Run]:
     return {seed: read_run(path) for seed, path in places.items() if (path / "summary.json").exists()}
 
 
-def write(out: Path, item: str, grid: Grid, cells: Sequence[Cell], root: Path, scale: Scale) -> Written:
+def write(
+    out: Path, asked: Asked, grid: Grid, cells: Sequence[Cell], root: Path, *, images: bool = False
+) -> Written:
     """Table, figures and commands in a folder."""
     out.mkdir(parents=True, exist_ok=True)
     have = found(root, cells)
-    drawn = table(item, grid, have, scale)
-    facts = {"item": item, "scale": scale, "says": grid.says, "cells": [_facts(grid, one) for one in have]}
+    drawn, shown = table(asked, grid, have), [*_drawn(grid, have), *_inside(grid, have)]
+    facts = {
+        "item": asked.item,
+        "scale": asked.scale,
+        "command": asked.command,
+        "says": grid.says,
+        "cells": [_facts(grid, one) for one in have],
+    }
     files = {
-        "report": write_text(out / "report.html", _page(item, grid, have, drawn, scale)),
-        "table": write_text(out / "table.md", to_markdown(drawn)),
+        "report": write_text(out / "report.html", _page(asked, grid, have, drawn, shown)),
+        "table": write_markdown(out / "table.md", asked.command, [drawn], shown if images else ()),
         "latex": write_text(out / "table.tex", to_latex(drawn)),
         "results": write_text(out / "results.json", json.dumps(facts, indent=1, allow_nan=False) + "\n"),
     }
     return Written([drawn], files, facts)
 
 
-def table(item: str, grid: Grid, have: Sequence[Found], scale: Scale) -> Table:
+def table(asked: Asked, grid: Grid, have: Sequence[Found]) -> Table:
     """As the paper prints it."""
     columns = list(dict.fromkeys(one.cell.column.label for one in have))
     rows = list(dict.fromkeys(one.cell.row.label for one in have))
@@ -98,15 +130,20 @@ def table(item: str, grid: Grid, have: Sequence[Found], scale: Scale) -> Table:
                 [Printed(*pair) for pair in zip(said, marks(means, smallest=measure.smaller), strict=True)]
             )
     lines = tuple((Printed(row), *(column[place] for column in texts)) for place, row in enumerate(rows))
-    return Table(f"{item}: {grid.says}", ("", *heads), lines, _notes(grid, have, scale))
+    return Table(f"{asked.item}: {grid.says}", ("", *heads), lines, _notes(asked, grid, have))
 
 
-def _notes(grid: Grid, have: Sequence[Found], scale: Scale) -> tuple[str, ...]:
+def _setting(asked: Asked, grid: Grid) -> str:
+    size = grid.reduced if asked.scale == "cpu" else "the paper's own setting"
+    return f"{size}, but {' '.join(asked.changed)}" if asked.changed else size
+
+
+def _notes(asked: Asked, grid: Grid, have: Sequence[Found]) -> tuple[str, ...]:
     counts = [len(one.runs) for one in have]
     wanted = max(len(one.cell.configs) for one in have)
     seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
-    size = grid.reduced if scale == "cpu" else "the paper's own setting"
-    return (LEGEND, f"Scale {scale}: {size}. Seeds: {seeds} of {wanted}.", *grid.notes)
+    size = f"Scale {asked.scale}: {_setting(asked, grid)}. Seeds: {seeds} of {wanted}."
+    return (LEGEND, size, *grid.notes)
 
 
 def _facts(grid: Grid, one: Found) -> dict[str, Any]:
@@ -122,22 +159,21 @@ def _facts(grid: Grid, one: Found) -> dict[str, Any]:
     }
 
 
-def _page(item: str, grid: Grid, have: Sequence[Found], drawn: Table, scale: Scale) -> str:
-    facts = {"Item": item, "Scale": scale, "Setting": grid.reduced if scale == "cpu" else "as in the paper"}
+def _page(asked: Asked, grid: Grid, have: Sequence[Found], drawn: Table, shown: Sequence[Picture]) -> str:
+    facts = {"Item": asked.item, "Scale": asked.scale, "Setting": _setting(asked, grid)}
     sections = [
         header(grid.says, facts),
         section("Results", tables([drawn])),
-        section("Figures", pictures([*_drawn(grid, have), *_inside(grid, have)])),
-        section("Reproduce", [card(code(commands(item, have, scale)))]),
+        section("Figures", pictures(shown)),
+        section("Reproduce", [card(code(commands(asked, have)))]),
     ]
-    return page(f"{item}: {grid.says}", sections, "inline")
+    return page(f"{asked.item}: {grid.says}", sections, "inline")
 
 
-def commands(item: str, have: Sequence[Found], scale: Scale) -> str:
+def commands(asked: Asked, have: Sequence[Found]) -> str:
     """What to type for all of it, and for each run by itself."""
     configs = [config for one in have for config in one.cell.configs.values()]
-    whole = f"fedalloy reproduce {item} --scale {scale} --data-root DATA"
-    return "\n".join([whole, "", *dict.fromkeys(map(_command, configs))])
+    return "\n".join([asked.command, "", *dict.fromkeys(map(_command, configs))])
 
 
 def _command(config: Config) -> str:
