@@ -263,7 +263,7 @@ def test_bytes_do_not_depend_on_the_model(model: str) -> None:
 
 
 def test_architectures_may_differ(tmp_path: Path) -> None:
-    models = "mlp(hidden=16),cnn-bn,lenet,resnet18,vit-tiny"
+    models = "mlp(hidden=16),cnn-bn,lenet,resnet18(width=0.25),vit-tiny"
     result = run(tmp_path, digits(5, "dirichlet:0.5", 0.25), "feddistill", models=models, rounds=2, lr=0.05)
     assert not any(line["refused"] for line in result.history)
     assert result.summary["metric"] == "personal_local_acc"

@@ -22,7 +22,7 @@ from fedalloy.registry import make
 QUICK: dict[str, Any] = {"server_epochs": 5, "server_lr": 0.1, "server_batch": 16}
 HEAD = "globalhead"
 DIGITS = Inputs("image", (1, 8, 8), 10)
-MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18", "vit-tiny")
+MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18(width=0.25)", "vit-tiny")
 
 
 def sent(lab: Lab) -> tuple[Tensor, Tensor]:

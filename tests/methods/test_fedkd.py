@@ -30,7 +30,7 @@ from fedalloy.site import Site
 from fedalloy.wire import bytes_of
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
-MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18", "vit-tiny")
+MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18(width=0.25)", "vit-tiny")
 
 
 class _Odd(Net):

@@ -21,7 +21,7 @@ from fedalloy.site import Sites
 
 MEANS = "features-means"
 DIGITS = Inputs("image", (1, 8, 8), 10)
-MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18", "vit-tiny")
+MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18(width=0.25)", "vit-tiny")
 
 
 def prototypes(lab: Lab) -> Tensor:

@@ -18,7 +18,7 @@ from fedalloy.registry import make
 
 QUICK: dict[str, Any] = {"server_epochs": 5, "server_batch": 16}
 MEANS = "trainedprototypes"
-MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18", "vit-tiny")
+MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18(width=0.25)", "vit-tiny")
 
 
 def prototypes(lab: Lab) -> Tensor:

@@ -21,7 +21,7 @@ from fedalloy.registry import make
 from fedalloy.site import Sites
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
-MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18", "vit-tiny")
+MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18(width=0.25)", "vit-tiny")
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,7 @@ def load(name: str, root: Path | None = None, class_names: tuple[str, ...] = ())
     return assemble(name, READERS["" if path.is_dir() else path.suffix](path), class_names)
 
 
+@cache  # it is kept as text, which takes a while to read
 def _digits() -> Raw:
     """Scikit-learn's 1797 grey 8 x 8 digits; its 17 grey levels are spread over 0 .. 255."""
     from sklearn.datasets import load_digits
