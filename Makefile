@@ -6,6 +6,8 @@ STAMP := $(VENV)/.ready
 CHECKED := src tests examples benchmarks
 
 .DEFAULT_GOAL := help
+# Hundreds of processes start in the tests: what Python compiles for one serves the next.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup run test deployment check format bench docs clean
 
 help: ## list the targets
@@ -15,7 +17,7 @@ setup: $(STAMP) ## make .venv and install everything (once)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	@touch $@
 
 run: $(STAMP) ## compare methods on embedded data, offline; prints a table and the path of a report
@@ -26,8 +28,8 @@ run: $(STAMP) ## compare methods on embedded data, offline; prints a table and t
 test: $(STAMP) ## run all tests (browser tests where a browser is found)
 	$(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
 
-deployment: $(STAMP) ## run the tests of a real federation, processes and all
-	$(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
+deployment: $(STAMP) ## run the tests of a real federation, those that take minutes too
+	FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
 
 check: $(STAMP) ## format, lint and strict types, then all tests
 	$(BIN)/ruff format --check $(CHECKED)
