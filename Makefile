@@ -28,7 +28,7 @@ run: $(STAMP) ## compare methods on embedded data, offline; prints a table and t
 test: $(STAMP) ## run all tests (browser tests where a browser is found)
 	$(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
 
-deployment: $(STAMP) ## run the tests of a real federation, masked and private runs too
+deployment: $(STAMP) ## run the tests of a real federation, those that take minutes too
 	FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
 
 check: $(STAMP) ## format, lint and strict types, then all tests

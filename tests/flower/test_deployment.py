@@ -22,8 +22,7 @@ from fedalloy.run import start
 
 pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(600)]
 LONG = pytest.mark.skipif(
-    not os.environ.get("FEDALLOY_DEPLOYMENT"),
-    reason="tried without processes elsewhere; with them: make deployment",
+    not os.environ.get("FEDALLOY_DEPLOYMENT"), reason="minutes of waiting for processes: make deployment"
 )
 
 SETTINGS: dict[str, Any] = {
@@ -190,6 +189,7 @@ def test_a_private_run(federation: Federation) -> None:
         assert len({path.read_bytes() for path in secrets.iterdir()}) == 2
 
 
+@LONG
 def test_a_site_is_killed_and_comes_back(federation: Federation) -> None:
     """Its round ends without it in time, the history names it, and it goes on from the state on its own disk."""
     limit = 15.0
@@ -223,6 +223,7 @@ def test_a_site_is_killed_and_comes_back(federation: Federation) -> None:
             federation.start_site(1)
 
 
+@LONG
 def test_the_server_is_killed_and_carries_on(federation: Federation, tmp_path: Path) -> None:
     """The SuperLink and the training on it die at once; started again, the run ends with the bits of one never cut."""
     words = federation.words("cut", 'method="scaffold"', "rounds=3")
@@ -237,6 +238,7 @@ def test_the_server_is_killed_and_carries_on(federation: Federation, tmp_path: P
     assert summary["rounds"] == 3
 
 
+@LONG
 def test_too_few_sites_are_an_error_in_time(federation: Federation) -> None:
     words = federation.words("lonely", "clients=4", "join-limit=8.0")
     done = subprocess.run(

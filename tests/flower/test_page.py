@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
-from test_deployment import kill, until
+from test_deployment import LONG, kill, until
 
 from fedalloy.flower.deploy import dies_with_us, free_port
 from fedalloy.flower.terms import Terms
@@ -41,6 +41,7 @@ def test_the_table_is_that_of_the_program() -> None:
     assert found.group() == table(), "paste what `python tests/flower/test_page.py` prints"
 
 
+@LONG
 @pytest.mark.xdist_group("deployment")
 @pytest.mark.timeout(600)
 def test_every_command_of_the_page_runs(tmp_path: Path) -> None:
