@@ -122,12 +122,14 @@ def test_only_some_rows_and_columns(tmp_path: Path) -> None:
 
 def test_what_is_given_wins_and_is_told(tmp_path: Path) -> None:
     chosen: dict[str, Any] = {"only": ["fedavg", "even"], "seeds": [0]}
+    given = {"rounds": 3, "workers": 2, "personal_on_global": False}
     plain = reproduce.reproduce("paper/table1", tmp_path, **chosen)
-    made = reproduce.reproduce("paper/table1", tmp_path, given={"rounds": 3, "workers": 2}, **chosen)
+    made = reproduce.reproduce("paper/table1", tmp_path, given=given, **chosen)
     assert made.facts["command"] == (
-        "fedalloy reproduce paper/table1 --scale cpu --rounds 3 --only fedavg,even --seeds 0 --data-root DATA"
+        "fedalloy reproduce paper/table1 --scale cpu --rounds 3 --no-personal-on-global "
+        "--only fedavg,even --seeds 0 --data-root DATA"
     )
-    assert "two rounds, but --rounds 3. Seeds: 1 of 1." in made.tables[0].notes[1]
+    assert "two rounds, but --rounds 3 --no-personal-on-global. Seeds: 1 of 1." in made.tables[0].notes[1]
     assert "but" not in plain.tables[0].notes[1]
     page = made.files["report"].read_text()
     assert made.facts["command"] in page

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import tomllib
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -158,10 +159,7 @@ class Config(pydantic.BaseModel):
 
     def typed(self, *but: str) -> list[str]:
         """What to type for the settings that are not the default, but for these."""
-        words = []
-        for name, value in self.model_dump(exclude_defaults=True, exclude=set(but)).items():
-            words += [flag(f"no_{name}")] if value is False else [flag(name), str(value)]
-        return words
+        return words(self.model_dump(exclude_defaults=True, exclude=set(but)))
 
     def differences(self, other: "Config") -> list[str]:
         """Settings that change the numbers and are not the same, as flags."""
@@ -201,6 +199,20 @@ class Config(pydantic.BaseModel):
 def flag(name: str) -> str:
     """A setting as it is typed."""
     return "--" + name.replace("_", "-")
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as they are typed.
+
+    >>> words({"lr": 0.1, "personal_on_global": False})
+    ['--lr', '0.1', '--no-personal-on-global']
+    """
+    found = []
+    for name, value in settings.items():
+        found += (
+            [flag(name if value else f"no_{name}")] if isinstance(value, bool) else [flag(name), str(value)]
+        )
+    return found
 
 
 def complaint(error: pydantic.ValidationError, source: str = "") -> str:

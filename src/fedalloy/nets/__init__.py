@@ -1,7 +1,6 @@
 """The model zoo: nets by name, sized by the data they read."""
 
 from collections.abc import Callable
-from functools import cache
 from inspect import getdoc
 from typing import NamedTuple
 
@@ -106,7 +105,6 @@ def names() -> list[Model]:
     ]
 
 
-@cache
 def size_of(text: str, inputs: Inputs) -> Size:
     """The size of a net and the work of its forward pass; the global random state is left alone.
 
@@ -121,7 +119,6 @@ def size_of(text: str, inputs: Inputs) -> Size:
         return measure(net, inputs)
 
 
-@cache
 def width_of(text: str, inputs: Inputs) -> int:
     """The width of a net's features; the global random state is left alone.
 

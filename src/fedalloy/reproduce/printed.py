@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedalloy.config import FREE, Config, flag
+from fedalloy.config import FREE, Config, words
 from fedalloy.report import figures
 from fedalloy.report.files import write_markdown, write_text
 from fedalloy.report.inside import inside_pictures
@@ -39,15 +39,14 @@ class Asked:
     @property
     def changed(self) -> list[str]:
         """Settings that change the numbers, as flags."""
-        kept = {name: value for name, value in self.given.items() if name not in FREE}
-        return [word for name, value in kept.items() for word in (flag(name), str(value))]
+        return words({name: value for name, value in self.given.items() if name not in FREE})
 
     @property
     def command(self) -> str:
-        words = ["fedalloy", "reproduce", self.item, "--scale", self.scale, *self.changed]
-        words += ["--only", ",".join(self.only)] if self.only else []
-        words += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
-        return shlex.join([*words, "--data-root", "DATA"])
+        typed = ["fedalloy", "reproduce", self.item, "--scale", self.scale, *self.changed]
+        typed += ["--only", ",".join(self.only)] if self.only else []
+        typed += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
+        return shlex.join([*typed, "--data-root", "DATA"])
 
 
 @dataclass(frozen=True)
