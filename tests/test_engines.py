@@ -32,7 +32,7 @@ from fedalloy.server import Server
 from fedalloy.site import Sites
 from fedalloy.storage import Vault
 from fedalloy.wire import Items, Mail, Reply
-from fedalloy.workshop import Workshop
+from fedalloy.workshop import Workshop, tiny_is_zero
 
 FED = federate("digits", clients=5, skew="dirichlet:0.5", seed=0)
 CLIENTS = list(range(5))
@@ -343,6 +343,30 @@ def test_facts_survive_the_way_back(staged: Staged, workers: Callable[..., Worke
     (there,), (here,) = (e.carry(clean.mails(clients=[1])) for e in (workers(clean), Inline(clean.workshop)))
     for fact in ("round", "client", "samples", "steps", "seen", "loss"):
         assert getattr(there, fact) == getattr(here, fact)
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor always counts in full")
+def test_tiny_numbers_are_zero_for_clients_only(staged: Staged, workers: Callable[..., Workers]) -> None:
+    def tiny() -> Tensor:
+        return torch.full((3,), 1e-30) * 1e-10
+
+    @dataclass(frozen=True)
+    class _Tiny(Mechanism):
+        def loss(self, step: Step, my: Box) -> Tensor | None:
+            return math.nan * step.out.logits.sum() if tiny().any() else None
+
+    stage = staged(_Tiny())
+    for engine in (Inline(stage.workshop), workers(stage)):
+        (reply,) = engine.carry(stage.mails(clients=[0]))
+        assert math.isfinite(reply.loss)
+        assert tiny().all()
+    torch.set_flush_denormal(True)
+    try:
+        with tiny_is_zero():
+            pass
+        assert not tiny().any()  # as its user had it
+    finally:
+        torch.set_flush_denormal(False)
 
 
 # Nothing left

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from fedalloy import nets
 from fedalloy.errors import FedAlloyError
@@ -171,6 +172,16 @@ def test_padding_is_not_read() -> None:
     state = reader(text)
     assert torch.allclose(state[:1], reader(text[:1, :3]), atol=1e-6)
     assert reader(torch.zeros(2, 5, dtype=torch.long)).isfinite().all()
+
+
+def test_reading_both_ways_is_a_packed_bidirectional_lstm() -> None:
+    reader, usual = Reader(30, 7, 5), torch.nn.LSTM(7, 5, batch_first=True, bidirectional=True)
+    onward, inward = reader.onward.state_dict(), reader.inward.state_dict()
+    usual.load_state_dict({**onward, **{f"{name}_reverse": value for name, value in inward.items()}})
+    text = torch.tensor([[4, 8, 15, 0, 0], [16, 23, 4, 2, 1], [7, 0, 3, 0, 0], [9, 0, 0, 0, 0]])
+    words = pack_padded_sequence(reader.embedding(text), torch.tensor([3, 5, 3, 1]), True, False)
+    ahead, back = usual(words)[1][0]
+    assert torch.allclose(reader(text), torch.cat([ahead, back], dim=1), atol=1e-6)
 
 
 def test_a_net_can_be_copied() -> None:

@@ -4,6 +4,8 @@ One workshop stands in every process that works for clients; engines carry mail 
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +25,21 @@ CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
 def state_before(mail: Mail) -> int | None:
     """An errand starts from the client's newest private state before this round; None where it does not look at it."""
     return {"train": mail.round, "evaluate": mail.round + 1}.get(mail.errand)
+
+
+@contextmanager
+def tiny_is_zero() -> Iterator[None]:
+    """In this thread numbers below 1e-38 count as zero.
+
+    A client of a single class is soon so sure of it that many of its gradients are that small, and a CPU is slow with
+    such numbers: it would train at half its pace.
+    """
+    before = (torch.tensor(1e-40) * 1.0).item() == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 @dataclass
@@ -52,8 +69,9 @@ class Workshop:
             "score": self._score,
             "tell": self._tell,
         }
-        reply = errands[mail.errand](replace(mail, items=self._here(mail.items)))
-        return replace(reply, items=_away(reply.items))
+        with tiny_is_zero():
+            reply = errands[mail.errand](replace(mail, items=self._here(mail.items)))
+            return replace(reply, items=_away(reply.items))
 
     def _train(self, mail: Mail) -> Reply:
         """One round of training; the client's private state goes back to the vault before the reply leaves."""

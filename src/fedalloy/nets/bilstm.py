@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net
@@ -23,16 +22,32 @@ def bilstm(inputs: Inputs, *, embed: Width = 100, hidden: Width = 128) -> Net:
 
 
 class Reader(nn.Module):
-    """Word ids to the last state of either direction: B T -> B 2H; zeros at the end are not read."""
+    """Word ids to the last state of either direction: B T -> B 2H; zeros at the end are not read.
+
+    The second direction reads each text turned round: a packed sequence, the usual way, trains far slower on a CPU.
+    """
 
     def __init__(self, vocab: int, embed: int, hidden: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, embed, padding_idx=0)
-        self.lstm = nn.LSTM(embed, hidden, batch_first=True, bidirectional=True)
+        self.onward = nn.LSTM(embed, hidden, batch_first=True)
+        self.inward = nn.LSTM(embed, hidden, batch_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        lengths = torch.where(ids > 0, places, 1).amax(dim=1).cpu()  # an empty text reads one padding
-        words = pack_padded_sequence(self.embedding(ids), lengths, batch_first=True, enforce_sorted=False)
-        _, (state, _) = self.lstm(words)
-        return torch.cat([state[0], state[1]], dim=1)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        last = torch.where(ids > 0, places, 0).amax(dim=1, keepdim=True)  # an empty text reads one padding
+        longest = int(last.max()) + 1
+        turned = ids.gather(1, (last - places).clamp(min=0))
+        return torch.cat(
+            [
+                _last(lstm, self.embedding(text[:, :longest]), last)
+                for lstm, text in ((self.onward, ids), (self.inward, turned))
+            ],
+            dim=1,
+        )
+
+
+def _last(lstm: nn.LSTM, words: Tensor, last: Tensor) -> Tensor:
+    """The state after the last word of each text."""
+    states: Tensor = lstm(words)[0]
+    return states.take_along_dim(last[:, :, None], dim=1).squeeze(1)
