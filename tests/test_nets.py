@@ -3,6 +3,7 @@
 import copy
 import doctest
 import importlib
+import math
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.nets import Inputs, Net, Outputs, adopt, build, names, size_of
 from fedalloy.nets.bilstm import Reader
 from fedalloy.nets.measure import samples
+from fedalloy.nets.resnet import _projection
 
 VECTORS = Inputs("vector", (12,), classes=3)
 TOKENS = Inputs("tokens", (9,), classes=2, vocab=30)
@@ -182,6 +184,23 @@ def test_reading_both_ways_is_a_packed_bidirectional_lstm() -> None:
     words = pack_padded_sequence(reader.embedding(text), torch.tensor([3, 5, 3, 1]), True, False)
     ahead, back = usual(words)[1][0]
     assert torch.allclose(reader(text), torch.cat([ahead, back], dim=1), atol=1e-6)
+
+
+def test_narrow_residual_nets_train_on_large_images() -> None:
+    """With the stride in the 1x1 convolution of a shortcut this ended the process."""
+    inputs = images(3, 64)
+    net = build("resnet18(width=0.125)", inputs)
+    torch.autograd.backward(nn.functional.cross_entropy(net(samples(inputs, 8)).logits, torch.arange(8)))
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in net.parameters())
+
+
+def test_a_shortcut_is_a_convolution_with_a_stride() -> None:
+    shortcut = _projection(24, 48, 2, "batch").eval()
+    convolution = next(layer for layer in shortcut.modules() if isinstance(layer, nn.Conv2d))
+    for side in (8, 9):
+        x = torch.randn(2, 24, side, side)
+        usual = nn.functional.conv2d(x, convolution.weight, stride=2) / math.sqrt(1 + 1e-5)
+        assert torch.allclose(shortcut(x), usual, atol=1e-5)
 
 
 def test_a_net_can_be_copied() -> None:

@@ -151,6 +151,7 @@ def test_figures_as_files(tmp_path: Path) -> None:
         drawn = (made.parent / name).read_text()
         assert drawn.startswith("<svg")
         assert "FedProx" in drawn
+        assert re.search(r"<rect[^>]+fill: (white|rgb\(255, 255, 255\)); fill-opacity: 1", drawn)
 
 
 def test_figures_as_files_take_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,3 +224,7 @@ def test_the_list_says_what_each_item_takes(monkeypatch: pytest.MonkeyPatch) -> 
     one, *_ = by_seed(GRID.cells("cpu"))
     twice = one.model_copy(update={"epochs": 2, "method": "ditto"})
     assert costs.run_seconds(twice) > 2 * costs.run_seconds(one)
+    alone = one.model_copy(update={"data": "mnist", "method": "local", "clients": 100, "limit": 100})
+    few = alone.model_copy(update={"eval_clients": 5})
+    unseen = alone.model_copy(update={"personal_on_global": False})
+    assert costs.run_seconds(alone) > 10 * costs.run_seconds(few) > 20 * costs.run_seconds(unseen)

@@ -50,7 +50,14 @@ class Residual(nn.Module):
         return out
 
 
-class Subsample(nn.Module):
+class EveryOther(nn.Module):
+    """Every other pixel of every other line."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, ::2, ::2]
+
+
+class Subsample(EveryOther):
     """Option A: every other pixel, and maps of zeros for the ones that are missing."""
 
     def __init__(self, missing: int) -> None:
@@ -58,9 +65,8 @@ class Subsample(nn.Module):
         self.missing = missing
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(
-            x[:, :, ::2, ::2], (0, 0, 0, 0, self.missing // 2, self.missing - self.missing // 2)
-        )
+        before = self.missing // 2
+        return nn.functional.pad(super().forward(x), (0, 0, 0, 0, before, self.missing - before))
 
 
 Block = Callable[[int, int, int, Norm], nn.Module]  # (maps before, width, stride, norm)
@@ -85,10 +91,15 @@ def _pair(inside: int, outside: int, stride: int, norm: Norm) -> nn.Sequential:
 
 
 def _projection(inside: int, outside: int, stride: int, norm: Norm) -> nn.Module:
-    """Option B: the identity where shapes agree, else a 1x1 convolution."""
+    """Option B: the identity where shapes agree, else a 1x1 convolution.
+
+    Its stride is taken before it: gradients of 1x1 convolutions with a stride, of few channels last and large maps,
+    write past their memory in PyTorch 2.13 on CPUs (8 channels of 56 by 56 end the process).
+    """
     if inside == outside and stride == 1:
         return nn.Identity()
-    return conv_norm(inside, outside, 1, stride, norm=norm)
+    convolution = conv_norm(inside, outside, 1, norm=norm)
+    return convolution if stride == 1 else nn.Sequential(EveryOther(), *convolution)
 
 
 def _resnet(

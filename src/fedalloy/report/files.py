@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import plotly.graph_objects as go
 import plotly.io
 from plotly.offline import get_plotlyjs
 
@@ -37,7 +38,11 @@ def write_markdown(path: Path, command: str, drawn: Sequence[Table], shown: Sequ
 
 def _write_images(folder: Path, shown: Sequence[Picture]) -> dict[str, str]:
     """Every figure that has data as an SVG file; their names by slug."""
-    figures = {picture.slug: picture.figure for picture in shown if picture.figure is not None}
+    figures = {
+        picture.slug: go.Figure(picture.figure).update_layout(paper_bgcolor="white")  # also on a dark page
+        for picture in shown
+        if picture.figure is not None
+    }
     names = {slug: f"{slug}.svg" for slug in figures}
     if not figures:
         return names

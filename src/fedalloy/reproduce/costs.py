@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch.nn.functional import cross_entropy
 
-from fedalloy import nets
+from fedalloy import nets, registry
 from fedalloy.config import Config
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
@@ -41,7 +41,10 @@ def run_seconds(config: Config) -> float:
     if config.steps is not None:
         a_round = min(a_round, asked * config.steps * config.batch)
     trained = a_round * config.rounds * PASSES.get(_name(config.method), 1.0)
-    tried = (test + whole - held) * config.rounds / config.eval_every
+    evaluations = config.rounds / config.eval_every
+    tried = (test + whole - held) * evaluations
+    if config.personal_on_global and registry.make(config.method).personal:
+        tried += test * min(config.clients, config.eval_clients or config.clients) * evaluations
     each = [step_seconds(model, inputs) for model in config.architectures]
     return (trained + FORWARD * tried) * sum(each) / len(each) / config.processes
 
