@@ -93,8 +93,8 @@ def _pair(inside: int, outside: int, stride: int, norm: Norm) -> nn.Sequential:
 def _projection(inside: int, outside: int, stride: int, norm: Norm) -> nn.Module:
     """Option B: the identity where shapes agree, else a 1x1 convolution.
 
-    Its stride is taken before it: gradients of 1x1 convolutions with a stride, of few channels last and large maps,
-    write past their memory in PyTorch 2.13 on CPUs (8 channels of 56 by 56 end the process).
+    Its stride is taken before it: on a CPU gradients of a 1x1 convolution with a stride, from fewer than 16 channels
+    stored last, write past their memory (https://github.com/uxlfoundation/oneDNN/issues/6035).
     """
     if inside == outside and stride == 1:
         return nn.Identity()
