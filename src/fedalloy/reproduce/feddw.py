@@ -147,7 +147,7 @@ ITEMS: dict[str, Grid] = {
         base=BASE,
         reduced=f"{SMALLER}; {STAND_IN}; IMDB is 10,000 samples, 10 rounds of 3 epochs, batches of 64 and an LSTM of "
         "32 units",
-        notes=(TUNED, PLAIN, "Three seeds; the paper has five."),
+        notes=(TUNED, PLAIN, "The paper has five seeds."),
     ),
     "table2": Grid(
         "FedDW Table II: more clients, other local epochs, other nets",
@@ -170,7 +170,7 @@ ITEMS: dict[str, Grid] = {
         notes=(
             TUNED,
             PLAIN,
-            "The paper does not say which MobileNet: ours is V2. One seed; the paper has five.",
+            "The paper has five seeds, and does not say which MobileNet: ours is V2.",
         ),
     ),
     "table3": Grid(
