@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_what_is_given_wins_and_is_told(tmp_path: Path) -> None:
     assert len(shas(tmp_path)) == 2
     with pytest.raises(FedAlloyError, match="leave --rounds away"):
         reproduce.reproduce("ssf/matrix", tmp_path, given={"rounds": 3})
+
+
+def test_a_column_says_when_another_data_set_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, cpu = {**GRID.base, "data": "mnist"}, {**GRID.cpu, "data": "digits"}
+    monkeypatch.setitem(reproduce.GRIDS, "paper/table1", replace(GRID, base=base, cpu=cpu))
+    (table,) = reproduce.reproduce("paper/table1", tmp_path, ["fedavg"], seeds=[0]).tables
+    assert table.columns == ("", "even, here digits", "skewed, here digits")
 
 
 @needs_browser

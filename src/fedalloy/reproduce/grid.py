@@ -86,6 +86,10 @@ class Grid:
         """What `only` may name: rows and columns."""
         return [*(slug(row.label) for row in self.rows), *(slug(column.label) for column in self.columns)]
 
+    def data(self, row: Row, column: Column) -> str:
+        """The data set that the paper has there."""
+        return str({"data": Config().data, **self.base, **column.settings, **row.settings}["data"])
+
     def cells(
         self, scale: Scale, given: Settings | None = None, only: Sequence[str] = (), seeds: Sequence[int] = ()
     ) -> list[Cell]:

@@ -114,13 +114,13 @@ def write(
 
 def table(asked: Asked, grid: Grid, have: Sequence[Found]) -> Table:
     """As the paper prints it."""
-    columns = list(dict.fromkeys(one.cell.column.label for one in have))
+    columns = _columns(grid, have)
     rows = list(dict.fromkeys(one.cell.row.label for one in have))
     by_place = {(one.cell.row.label, one.cell.column.label): one for one in have}
     heads, texts = [], []
-    for column in columns:
+    for column, title in columns.items():
         for number, measure in enumerate(grid.measures):
-            heads.append(" ".join(filter(None, (column, measure.label))))
+            heads.append(" ".join(filter(None, (title, measure.label))))
             cells = [by_place.get((row, column)) for row in rows]
             values = [one.value(measure) if one else None for one in cells]
             means = [round(value.mean, measure.digits) if value else None for value in values]
@@ -130,6 +130,18 @@ def table(asked: Asked, grid: Grid, have: Sequence[Found]) -> Table:
             )
     lines = tuple((Printed(row), *(column[place] for column in texts)) for place, row in enumerate(rows))
     return Table(f"{asked.item}: {grid.says}", ("", *heads), lines, _notes(asked, grid, have))
+
+
+def _columns(grid: Grid, have: Sequence[Found]) -> dict[str, str]:
+    """The title of every column, by label; one whose runs are all on another data set than the paper's says so."""
+    titles = {}
+    for column in dict.fromkeys(one.cell.column.label for one in have):
+        cells = [one.cell for one in have if one.cell.column.label == column]
+        played = {config.data for cell in cells for config in cell.configs.values()}
+        named = {grid.data(cell.row, cell.column) for cell in cells}
+        stands_in = "" if played & named else f"here {' and '.join(sorted(played))}"
+        titles[column] = ", ".join(filter(None, (column, stands_in)))
+    return titles
 
 
 def _setting(asked: Asked, grid: Grid) -> str:
@@ -184,7 +196,7 @@ def _drawn(grid: Grid, have: Sequence[Found]) -> list[Picture]:
     if "sweep" in grid.drawn:
         found += [_sweep(grid, have, measure) for measure in grid.measures]
     if "curves" in grid.drawn:
-        for number, column in enumerate(dict.fromkeys(one.cell.column.label for one in have)):
+        for number, (column, title) in enumerate(_columns(grid, have).items()):
             here = [one for one in have if one.cell.column.label == column]
             groups = {one.cell.row.label: list(one.runs.values()) for one in here}
             heads = [run.metric for runs in groups.values() for run in runs]
@@ -192,7 +204,7 @@ def _drawn(grid: Grid, have: Sequence[Found]) -> list[Picture]:
             found += [
                 Picture(
                     f"curve-{number}-{kind}",
-                    f"{column or grid.says}, by round",
+                    f"{title or grid.says}, by round",
                     "Mean over seeds, and a band from the worst to the best.",
                     figures.curves(
                         {
