@@ -145,7 +145,7 @@ def test_a_column_says_when_another_data_set_stands_in(
     base, cpu = {**GRID.base, "data": "mnist"}, {**GRID.cpu, "data": "digits"}
     monkeypatch.setitem(reproduce.GRIDS, "paper/table1", replace(GRID, base=base, cpu=cpu))
     (table,) = reproduce.reproduce("paper/table1", tmp_path, ["fedavg"], seeds=[0]).tables
-    assert table.columns == ("", "even, here digits", "skewed, here digits")
+    assert table.columns == ("", "even (here digits)", "skewed (here digits)")
 
 
 @needs_browser

@@ -139,8 +139,8 @@ def _columns(grid: Grid, have: Sequence[Found]) -> dict[str, str]:
         cells = [one.cell for one in have if one.cell.column.label == column]
         played = {config.data for cell in cells for config in cell.configs.values()}
         named = {grid.data(cell.row, cell.column) for cell in cells}
-        stands_in = "" if played & named else f"here {' and '.join(sorted(played))}"
-        titles[column] = ", ".join(filter(None, (column, stands_in)))
+        stands_in = "" if played & named else f"(here {', '.join(sorted(played))})"
+        titles[column] = " ".join(filter(None, (column, stands_in)))
     return titles
 
 
