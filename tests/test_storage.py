@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.folder import RunFolder
 from fedalloy.run import Result, resume, start
 from fedalloy.storage import Vault, append_line, fingerprint, write_whole
+from terminal import save_npz, tree
 
 CONFIG = Config.of(
     {
@@ -238,6 +240,50 @@ def test_restore_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert folder.history() == [{"round": 1}, {"round": 2}]
     assert holds(folder.vault, 0, 99) == 2
     assert not list(folder.path.rglob(".*.4711"))
+
+
+def halfway(config: Config, path: Path) -> None:
+    """A run cut after its second round."""
+
+    class Enough(Exception):
+        pass
+
+    def stop(record: dict[str, Any]) -> None:
+        if record["round"] == 2:
+            raise Enough
+
+    with pytest.raises(Enough):
+        start(config, path, on_round=stop)
+
+
+@pytest.mark.parametrize("changed", ["x_train", "y_train", "x_test"])
+def test_a_run_carries_on_where_its_data_went_but_not_on_others(tmp_path: Path, changed: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x_train": rng.integers(0, 256, (60, 6, 6), np.uint8),
+        "y_train": np.arange(60) % 3,
+        "x_test": rng.integers(0, 256, (9, 6, 6), np.uint8),
+        "y_test": np.arange(9) % 3,
+    }
+    for place in ("here", "moved"):
+        save_npz(tmp_path / place / "mine.npz", arrays)
+    save_npz(tmp_path / "other" / "mine.npz", {**arrays, changed: arrays[changed][::-1]})
+    configs = {
+        place: CONFIG.model_copy(update={"data": "mine", "data_root": str(tmp_path / place)})
+        for place in ("here", "moved", "other")
+    }
+    halfway(configs["here"], tmp_path / "run")
+    before = tree(tmp_path / "run")
+    with pytest.raises(
+        FedAlloyError, match="was started on other data; give the --data-root where those are"
+    ):
+        resume(tmp_path / "run", configs["other"])
+    assert {name for name, now in tree(tmp_path / "run").items() if before.get(name) != now} <= {
+        "checkpoint/.lock"
+    }
+    found, whole = resume(tmp_path / "run", configs["moved"]), start(configs["here"], tmp_path / "whole")
+    assert hashes(found) == hashes(whole)
+    assert found.summary["data_sha256"] == whole.summary["data_sha256"]
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:

@@ -73,19 +73,27 @@ class RunFolder:
     def record(self, line: dict[str, Any]) -> None:
         append_line(self.path / "history.jsonl", json.dumps(line))
 
-    def save(self, round: int, state: Items) -> None:
-        """The server's state after a round; the history of that round is on disk already."""
-        write_whole(self.path / "checkpoint" / "server.safetensors", dump(state, {"round": round}))
+    def save(self, round: int, state: Items, data: str | None = None) -> None:
+        """The server's state after a round on these data; the history of that round is on disk already."""
+        facts = {"round": round} | ({"data": data} if data else {})
+        write_whole(self.path / "checkpoint" / "server.safetensors", dump(state, facts))
 
-    def checkpoint(self) -> tuple[int, Items]:
-        """The round of the last checkpoint and the server's state after it; round 0 if there is none."""
+    def checkpoint(self, data: str | None = None) -> tuple[int, Items]:
+        """The round of the last checkpoint and the server's state after it; round 0 if there is none.
+
+        With the fingerprint of the data at hand, a checkpoint that was made of others is refused.
+        """
         file = self.path / "checkpoint" / "server.safetensors"
         state, facts = restore(file.read_bytes()) if file.exists() else ({}, {"round": 0})
+        if data and facts.get("data", data) != data:
+            raise FedAlloyError(
+                f"{self.path} was started on other data; give the --data-root where those are, or start a new run"
+            )
         return int(str(facts["round"])), state
 
-    def restore(self) -> tuple[int, Items]:
+    def restore(self, data: str | None = None) -> tuple[int, Items]:
         """The last checkpoint, with history and private state cut back to it."""
-        round, state = self.checkpoint()
+        round, state = self.checkpoint(data)
         lines = [line for line in self.history() if line["round"] <= round]
         write_whole(
             self.path / "history.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines)

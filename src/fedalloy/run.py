@@ -181,7 +181,7 @@ def reopen(path: Path) -> tuple[Server, Sites, Federation]:
     folder = RunFolder.existing(path)
     setup = Setup(folder.config)
     server = setup.server()
-    round, state = folder.checkpoint()
+    round, state = folder.checkpoint(setup.federation.dataset.fingerprint)
     if not round:
         raise FedAlloyError(f"{path} has no checkpoint yet; carry on with 'fedalloy run --resume {path}'")
     server.resume(state, round)
@@ -199,7 +199,8 @@ def play(
     """All rounds from the folder's last checkpoint to the end; the config says on which engine, unless one is given."""
     with folder.locked(), one_thread():
         server = setup.server()
-        last, state = folder.restore()
+        data = setup.federation.dataset.fingerprint
+        last, state = folder.restore(data)
         if last:
             server.resume(state, last)
         history = folder.history()
@@ -222,7 +223,7 @@ def play(
                     or number == setup.config.rounds
                     or record.get("diverged")
                 ):
-                    folder.save(number, server.state())
+                    folder.save(number, server.state(), data)
                     folder.vault.trim(since_checkpoint, number)
                     since_checkpoint.clear()
                 if on_round:
@@ -367,6 +368,7 @@ def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Rec
         "bytes_down": sum(sum(line["bytes_down"].values()) for line in history),
         "train_seconds": train_seconds,
         "samples_per_second": samples / train_seconds if train_seconds else None,
+        "data_sha256": setup.federation.dataset.fingerprint,
         "weights_sha256": fingerprint(server.state()),
         "private_sha256": folder.vault.fingerprint(),
         "status": "finished" if blown is None else "diverged",

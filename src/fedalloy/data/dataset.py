@@ -9,6 +9,7 @@ from torch import Tensor
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Kind
 from fedalloy.random import generator
+from fedalloy.storage import fingerprint
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Dataset:
     def inputs(self) -> Inputs:
         """What a net is sized by."""
         return Inputs(self.kind, tuple(self.x.shape[1:]), self.classes, self.vocab)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells data sets apart: sha256 over all labels and a thousand samples, so that every run can afford it."""
+        step = max(1, len(self.y) // 1000)
+        return fingerprint({"x": self.x[::step], "y": self.y})
 
     def limited(self, samples: int, seed: int) -> Self:
         """The same data set with only so many training samples, drawn at random; the test samples all stay."""
