@@ -399,6 +399,11 @@ class Step:
         """The flat weights at this moment."""
         return self.client.weights.flat
 
+    def seen_by(self, frozen: Frozen) -> Outputs:
+        """A frozen model on this batch; samples that are not augmented are looked up from the second epoch on."""
+        data = self.client.data
+        return frozen(self.x) if data.prepare.augments else frozen.once(self.x, self.index, data.samples)
+
 
 def _ready(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Of samples that are prepared already."""

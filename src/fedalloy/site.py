@@ -20,6 +20,7 @@ from fedalloy.wire import Items, Slot, Spec
 
 CPU = torch.device("cpu")
 OWN = ("own.weights", "own.buffers")
+REMEMBERED = 2**25  # numbers, that a frozen net remembers at most of what it has seen
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
@@ -96,6 +97,8 @@ class Site:
         """Hand the site to another client."""
         self.weights.load(self.initial, self.initial_buffers)
         self._lent = 0
+        for spare in self._spares:
+            spare.forget()
 
     def own(self) -> Items:
         """The weights and buffers that nobody shares, as they stand: they stay with the client."""
@@ -241,11 +244,31 @@ class Frozen:
     def __init__(self, net: Net) -> None:
         self.net = copy.deepcopy(net).requires_grad_(False).eval()
         self.weights = Weights(self.net)
+        self.forget()
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Outputs:
         outputs: Outputs = self.net(x)
         return outputs
+
+    def once(self, x: Tensor, index: Tensor, samples: int) -> Outputs:
+        """The outputs for x, the samples at these places of so many: computed when they are first asked for."""
+        if self._known is not None and bool(self._known[index].all()):
+            return Outputs(*(table[index] for table in self._tables))
+        found = self(x)
+        if self._known is None and samples * sum(part[0].numel() for part in found) <= REMEMBERED:
+            self._known = torch.zeros(samples, dtype=torch.bool)
+            self._tables = [part.new_empty(samples, *part.shape[1:]) for part in found]
+        if self._known is not None:
+            self._known[index] = True
+            for table, part in zip(self._tables, found, strict=True):
+                table[index] = part
+        return found
+
+    def forget(self) -> None:
+        """What it has seen belongs to one client and one round."""
+        self._known: Tensor | None = None  # which samples it has seen
+        self._tables: list[Tensor] = []
 
 
 class Sites:

@@ -69,7 +69,7 @@ class Perturbed(Mechanism):
     def perturbation(self, step: Step, my: Box) -> Tensor:
         """eps: rho times the unit vector along which the global model's knowledge is lost the fastest."""
         at, weights = step.client, step.client.weights
-        known = my.memo["global"](step.x).logits
+        known = step.seen_by(my.memo["global"]).logits
         weights.grad.zero_()
         dropout = seeded(at.seed, at.round, at.id, at.steps, "proximal")  # the task's own is left alone
         with torch.enable_grad(), dropout:

@@ -55,7 +55,7 @@ class Contrast(Mechanism):
     def loss(self, step: Step, my: Box) -> Tensor | None:
         if not my.memo["prev"]:
             return None
-        references = [net(step.x).embedding for net in (my.memo["global"], *my.memo["prev"])]
+        references = [step.seen_by(net).embedding for net in (my.memo["global"], *my.memo["prev"])]
         return self.mu * contrast(step.out.embedding, references, self.temperature)
 
     def finish(self, client: Client, my: Box) -> Items:
