@@ -244,7 +244,8 @@ class Frozen:
     def __init__(self, net: Net) -> None:
         self.net = copy.deepcopy(net).requires_grad_(False).eval()
         self.weights = Weights(self.net)
-        self.forget()
+        self._known = torch.empty(0)  # which samples it has seen
+        self._tables: list[Tensor] = []  # what it said of them
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Outputs:
@@ -253,13 +254,13 @@ class Frozen:
 
     def once(self, x: Tensor, index: Tensor, samples: int) -> Outputs:
         """The outputs for x, the samples at these places of so many: computed when they are first asked for."""
-        if self._known is not None and bool(self._known[index].all()):
+        if self._tables and bool(self._known[index].all()):
             return Outputs(*(table[index] for table in self._tables))
         found = self(x)
-        if self._known is None and samples * sum(part[0].numel() for part in found) <= REMEMBERED:
+        if not self._tables and samples * sum(part[0].numel() for part in found) <= REMEMBERED:
             self._known = torch.zeros(samples, dtype=torch.bool)
             self._tables = [part.new_empty(samples, *part.shape[1:]) for part in found]
-        if self._known is not None:
+        if self._tables:
             self._known[index] = True
             for table, part in zip(self._tables, found, strict=True):
                 table[index] = part
@@ -267,8 +268,7 @@ class Frozen:
 
     def forget(self) -> None:
         """What it has seen belongs to one client and one round."""
-        self._known: Tensor | None = None  # which samples it has seen
-        self._tables: list[Tensor] = []
+        self._tables = []
 
 
 class Sites:
