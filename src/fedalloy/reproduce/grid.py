@@ -124,8 +124,11 @@ def _chosen(listed: Sequence[T], only: Sequence[str]) -> Sequence[T]:
 
 
 def place(config: Config) -> str:
-    """Where a run lies, by what it computes: items that need the same run share it."""
-    chosen = config.model_dump(exclude=set(FREE))
+    """Where a run lies, by what it computes: items that need the same run share it.
+
+    Settings that have their default do not count, so that a run is still found when there are new settings.
+    """
+    chosen = config.model_dump(exclude=set(FREE), exclude_defaults=True)
     digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:10]
     return f"{slug(config.method)}-{slug(config.data)}-{digest}"
 
