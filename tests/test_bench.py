@@ -9,6 +9,7 @@ import torch
 from fedalloy import nets
 from fedalloy.bench.bare import textbook
 from fedalloy.bench.cases import CASES, FEW, MANY
+from fedalloy.bench.steps import INPUTS, flops
 from fedalloy.nets.base import Inputs
 from fedalloy.weights import Weights
 from terminal import fedalloy
@@ -53,3 +54,13 @@ def test_the_big_benches_are_those_that_are_promised(tmp_path: Path) -> None:
     config = CASES["B"].prepare(tmp_path, None).config(tmp_path, rounds=2)
     assert (config.clients, config.participation, config.batch, config.momentum) == (100, 0.2, 64, 0.9)
     assert config.data == "noise28x28x1-20000"
+
+
+def test_operations_are_counted() -> None:
+    """A frozen model's pass over the data is a third of a step; MOON has two, once in a round."""
+    plain, model = flops("fedavg", "cnn-bn", 1), "cnn-bn"
+    assert flops("fedavg", model, 2) == 2 * plain
+    assert flops("fedprox", model, 2) == 2 * plain
+    passes = 2 * 8 * nets.size_of(model, INPUTS).flops
+    assert flops("moon", model, 2) - 2 * plain == pytest.approx(passes, rel=0.1)  # and its projector
+    assert flops("fedavg", model, 1, samples=16) == 2 * plain

@@ -49,8 +49,9 @@ def cases() -> Iterator[tuple[str, Inputs]]:
     yield "bilstm(embed=7, hidden=5)", TOKENS
     yield "vgg11(norm=batch)", DIGITS
     yield "resnet18(norm=group, width=0.25)", DIGITS
-    yield "mobilenetv2(width=0.35)", DIGITS
-    yield "shufflenet(width=0.5)", DIGITS
+    yield "resnet18(width=0.25, units=(9, 5))", DIGITS
+    yield "mobilenetv2(width=0.35, units=(7,))", DIGITS
+    yield "shufflenet(width=0.5, units=(9, 5))", DIGITS
     yield "densenet(growth=8)", images(1, 96)
     yield "vit-tiny(dropout=0.1)", images(1, 9)
     yield "efficientnet-b0(dropout=0.2)", Inputs("image", (2, 8, 80), classes=4)
@@ -110,6 +111,7 @@ IMAGENET = images(3, 224, classes=1000)
         ("cnn-fedrda", images(3, 32), 62_006),
         ("resnet110", images(3, 32), 1_727_962),
         ("resnet18", images(3, 32), 11_173_962),
+        ("resnet18(units=(256, 128))", images(3, 32), 11_173_962 - 5_130 + 131_328 + 32_896 + 1_290),
         ("resnet18", IMAGENET, 11_689_512),
         ("resnet34", IMAGENET, 21_797_672),
         ("resnet50", IMAGENET, 25_557_032),

@@ -50,4 +50,4 @@ def test_a_run_is_whole_and_says_nothing_of_a_machine(run: Path) -> None:
     record = read_run(run)
     assert record.counts
     assert record.config["data_root"] == "data"
-    assert run.name == place(Config.of(record.config))
+    assert run.name == place(Config.of(dict(record.config)))

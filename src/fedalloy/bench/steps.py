@@ -1,11 +1,15 @@
-"""What a local step of each method costs, as a multiple of FedAvg's, measured in turn in one process."""
+"""What a local step of each method costs, as a multiple of FedAvg's: in seconds, measured in turn in one process, or in
+operations, which are counted.
+"""
 
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedalloy import registry
 from fedalloy.client import ClientData, Info, Local, client_round
@@ -43,12 +47,24 @@ def step_costs(
     return found
 
 
-def _round(text: str, model: str, epochs: int) -> Step:
+@cache
+def flops(method: str, model: str, epochs: int, samples: int = 8) -> int:
+    """Floating-point operations of a client's second round, convolutions and matrix products: MOON needs a first."""
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedAlloyWarning)
+        play = _round(method, model, epochs, samples)
+        play()
+        with FlopCounterMode(display=False) as counter:
+            play()
+    return int(counter.get_total_flops())
+
+
+def _round(text: str, model: str, epochs: int, samples: int = STEPS * BATCH) -> Step:
     """A function that plays one more round of a client with random images and returns the CPU seconds it took."""
     method = registry.make(text)
     site = Site(method, model, INPUTS, seed=0)
     draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (STEPS * BATCH, *INPUTS.shape), dtype=torch.uint8, generator=draw)
+    x = torch.randint(0, 256, (samples, *INPUTS.shape), dtype=torch.uint8, generator=draw)
     y = torch.arange(len(x)) % INPUTS.classes
     data = ClientData(x, y, x[:0], y[:0], INPUTS.classes, Prepare("image", (0.5,) * 3, (0.25,) * 3))
     info, local = Info(1, len(x)), Local(batch=BATCH, lr=0.01, epochs=epochs)

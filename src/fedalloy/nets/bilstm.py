@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net
-from fedalloy.nets.blocks import relu
+from fedalloy.nets.blocks import classifier
 from fedalloy.ranges import Width
 
 
@@ -15,10 +15,8 @@ def bilstm(inputs: Inputs, *, embed: Width = 100, hidden: Width = 128) -> Net:
         raise FedAlloyError(
             f"bilstm needs padding and at least one word; the vocabulary holds {inputs.vocab}"
         )
-    body = nn.Sequential(
-        Reader(inputs.vocab, embed, hidden), nn.Linear(2 * hidden, 256), relu(), nn.Linear(256, 128), relu()
-    )
-    return Net(body, nn.Linear(128, inputs.classes))
+    body = nn.Sequential(Reader(inputs.vocab, embed, hidden))
+    return classifier(body, 2 * hidden, inputs.classes, (256, 128))
 
 
 class Reader(nn.Module):

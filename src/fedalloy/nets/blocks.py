@@ -1,12 +1,13 @@
 """Pieces that several convolutional families share."""
 
+from collections.abc import Sequence
 from math import gcd
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedalloy.nets.base import Inputs
+from fedalloy.nets.base import Inputs, Net
 
 Norm = Literal["batch", "group"]
 
@@ -54,6 +55,14 @@ def relu() -> nn.ReLU:
 def global_pool() -> nn.Sequential:
     """The mean of each map: B F H W -> B F."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def classifier(body: nn.Sequential, width: int, classes: int, units: Sequence[int] = ()) -> Net:
+    """Features of this width, then [linear, ReLU] for each number of units, then the head."""
+    for outside in units:
+        body.extend([nn.Linear(width, outside), relu()])
+        width = outside
+    return Net(body, nn.Linear(width, classes))
 
 
 def he_init(module: nn.Sequential) -> nn.Sequential:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fedalloy.nets.base import Inputs, Net
-from fedalloy.nets.blocks import conv_norm, global_pool, he_init, relu
+from fedalloy.nets.blocks import classifier, conv_norm, global_pool, he_init, relu
 from fedalloy.ranges import Width
 
 
@@ -44,8 +44,4 @@ def _two_convolutions(inputs: Inputs, maps: tuple[int, int], units: Sequence[int
         sides = [(side + 2 * padding - 4) // 2 for side in sides]
         inside = outside
     body.append(nn.Flatten())
-    width = inside * sides[0] * sides[1]
-    for outside in units:
-        body.extend([nn.Linear(width, outside), relu()])
-        width = outside
-    return Net(body, nn.Linear(width, inputs.classes))
+    return classifier(body, inside * sides[0] * sides[1], inputs.classes, units)

@@ -3,8 +3,8 @@
 from torch import nn
 
 from fedalloy.nets.base import Inputs, Net
-from fedalloy.nets.blocks import Skip, conv_norm, global_pool, he_init, is_small, round_to
-from fedalloy.ranges import Scale
+from fedalloy.nets.blocks import Skip, classifier, conv_norm, global_pool, he_init, is_small, round_to
+from fedalloy.ranges import Scale, Width
 
 # the paper's table 2: expansion t, maps c, repeats n, stride s
 STAGES = (
@@ -18,7 +18,7 @@ STAGES = (
 )
 
 
-def mobilenetv2(inputs: Inputs, *, width: Scale = 1.0) -> Net:
+def mobilenetv2(inputs: Inputs, *, width: Scale = 1.0, units: tuple[Width, ...] = ()) -> Net:
     """MobileNetV2 (Sandler et al., CVPR 2018); the first two strides are 1 for sides up to 64."""
     small = is_small(inputs)
     inside = round_to(32 * width)
@@ -31,7 +31,7 @@ def mobilenetv2(inputs: Inputs, *, width: Scale = 1.0) -> Net:
             inside = outside
     last = round_to(1280 * max(1.0, width))
     body.extend([conv_norm(inside, last, 1, activation=_relu6()), global_pool()])
-    return Net(he_init(body), nn.Linear(last, inputs.classes))
+    return classifier(he_init(body), last, inputs.classes, units)
 
 
 def _inverted(inside: int, outside: int, stride: int, expansion: int) -> nn.Module:

@@ -5,23 +5,29 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from fedalloy.nets.base import Inputs, Net
-from fedalloy.nets.blocks import Norm, conv_norm, global_pool, he_init, is_small, relu, round_to
-from fedalloy.ranges import Scale
+from fedalloy.nets.blocks import Norm, classifier, conv_norm, global_pool, he_init, is_small, relu, round_to
+from fedalloy.ranges import Scale, Width
 
 
-def resnet18(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:
+def resnet18(
+    inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0, units: tuple[Width, ...] = ()
+) -> Net:
     """ResNet-18 (He et al., CVPR 2016), without the ImageNet stem for sides up to 64."""
-    return _resnet(inputs, _basic, (2, 2, 2, 2), norm, width)
+    return _resnet(inputs, _basic, (2, 2, 2, 2), norm, width, units)
 
 
-def resnet34(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:
+def resnet34(
+    inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0, units: tuple[Width, ...] = ()
+) -> Net:
     """ResNet-34 (He et al., CVPR 2016), without the ImageNet stem for sides up to 64."""
-    return _resnet(inputs, _basic, (3, 4, 6, 3), norm, width)
+    return _resnet(inputs, _basic, (3, 4, 6, 3), norm, width, units)
 
 
-def resnet50(inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0) -> Net:
+def resnet50(
+    inputs: Inputs, *, norm: Norm = "batch", width: Scale = 1.0, units: tuple[Width, ...] = ()
+) -> Net:
     """ResNet-50 (He et al., CVPR 2016), without the ImageNet stem for sides up to 64."""
-    return _resnet(inputs, _bottleneck, (3, 4, 6, 3), norm, width, expansion=4)
+    return _resnet(inputs, _bottleneck, (3, 4, 6, 3), norm, width, units, expansion=4)
 
 
 def resnet110(inputs: Inputs) -> Net:
@@ -103,7 +109,14 @@ def _projection(inside: int, outside: int, stride: int, norm: Norm) -> nn.Module
 
 
 def _resnet(
-    inputs: Inputs, block: Block, depths: Sequence[int], norm: Norm, width: float, *, expansion: int = 1
+    inputs: Inputs,
+    block: Block,
+    depths: Sequence[int],
+    norm: Norm,
+    width: float,
+    units: Sequence[int],
+    *,
+    expansion: int = 1,
 ) -> Net:
     maps = round_to(64 * width)
     inside, channels = maps, inputs.shape[0]
@@ -116,4 +129,4 @@ def _resnet(
             body.append(block(inside, maps, 2 if stage > 0 and index == 0 else 1, norm))
             inside = expansion * maps
         maps *= 2
-    return Net(he_init(body.append(global_pool())), nn.Linear(inside, inputs.classes))
+    return classifier(he_init(body.append(global_pool())), inside, inputs.classes, units)

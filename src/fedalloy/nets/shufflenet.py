@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Net
-from fedalloy.nets.blocks import conv_norm, global_pool, he_init, is_small, relu
-from fedalloy.ranges import Scale
+from fedalloy.nets.blocks import classifier, conv_norm, global_pool, he_init, is_small, relu
+from fedalloy.ranges import Scale, Width
 
 # the paper's table 5: maps of the three stages and of the last convolution
 MAPS = {
@@ -18,7 +18,7 @@ MAPS = {
 REPEATS = (4, 8, 4)
 
 
-def shufflenet(inputs: Inputs, *, width: Scale = 1.0) -> Net:
+def shufflenet(inputs: Inputs, *, width: Scale = 1.0, units: tuple[Width, ...] = ()) -> Net:
     """ShuffleNetV2 (Ma et al., ECCV 2018), width 0.5, 1, 1.5 or 2; no ImageNet stem for sides up to 64."""
     if width not in MAPS:
         raise FedAlloyError(f"shufflenet: width must be one of the paper's 0.5, 1, 1.5 and 2, not {width:g}")
@@ -33,7 +33,7 @@ def shufflenet(inputs: Inputs, *, width: Scale = 1.0) -> Net:
         body.extend([Unit(outside) for _ in range(repeats - 1)])
         inside = outside
     body.extend([conv_norm(inside, last, 1, activation=relu()), global_pool()])
-    return Net(he_init(body), nn.Linear(last, inputs.classes))
+    return classifier(he_init(body), last, inputs.classes, units)
 
 
 class Unit(nn.Module):

@@ -72,7 +72,7 @@ class Grid:
     reduced: str = ""
     seeds: Sequence[int] = SEEDS
     drawn: Sequence[Literal["curves", "sweep", "inside"]] = ("curves",)
-    also: Sequence[str] = ()  # accuracies that have curves besides the headline one
+    also: Sequence[str] = ()  # what has curves besides the headline accuracy
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
