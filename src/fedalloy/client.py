@@ -162,7 +162,6 @@ class Client:
             for piece in method
         }
         self._task, self._terms = method.claimant("task"), method.with_hook("loss")  # once, not at every step
-        self._objective = self.objective if self._task or self._terms else cross_entropy
         site.reset()
         if keep:
             site.put_own(keep)
@@ -343,7 +342,7 @@ class Client:
 
     def _innermost(self, step: "Step") -> Tensor:
         """The gradient of task and losses at the weights as they stand."""
-        return self._gradient(step, self._objective)
+        return self._gradient(step, self.objective if self._task or self._terms else cross_entropy)
 
     def _gradient(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
         if objective is cross_entropy and self.site.chain and self.weights.all_open:
@@ -434,6 +433,8 @@ def client_round(
         notes = {name: v for name, v in client.examine().items() if isinstance(v, float)} if due else {}
         items = client.finish()
         kept = client.keep()
+    for box in client.boxes.values():
+        box.memo.clear()  # what holds the client would keep its vectors until a collector comes
     seconds = time.perf_counter() - began
     return Reply(
         mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds, notes

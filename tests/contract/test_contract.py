@@ -1,5 +1,6 @@
 """What every method keeps to on every engine: same bits, resume, wire, purity. Rows are in `settings.py`."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from settings import ROWS, VARIANTS, Row
 from torch import Tensor
 
 from fedalloy import registry
-from fedalloy.client import ClientData, Info, client_round
+from fedalloy.client import Client, ClientData, Info, client_round
 from fedalloy.config import Config
 from fedalloy.engines.inline import Inline
 from fedalloy.errors import FedAlloyError
@@ -380,6 +381,19 @@ def test_a_round_is_a_function_of_its_inputs(case: Case, second: Second) -> None
     assert_same(again.items, reply_items)
     assert_same(kept_again, kept)
     assert (again.loss, again.steps, again.seen) == (reply.loss, reply.steps, reply.seen)
+
+
+def test_nothing_is_left_of_a_client(case: Case, second: Second) -> None:
+    """Its vectors go at once: in a large net the collector would come too late for what holds itself."""
+    once_per_method(case)
+    mail, keep, _ = second
+    gc.collect()
+    gc.disable()
+    try:
+        case.client(mail, keep)
+        assert not [one for one in gc.get_objects() if type(one) is Client]
+    finally:
+        gc.enable()
 
 
 def test_what_a_client_returns_stays_as_it_is(case: Case, second: Second) -> None:
