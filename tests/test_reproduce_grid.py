@@ -19,6 +19,7 @@ from fedalloy.reproduce import costs
 from fedalloy.reproduce.grid import (
     Column,
     Grid,
+    Judge,
     Row,
     Scale,
     accuracy,
@@ -33,6 +34,7 @@ from fedalloy.reproduce.grid import (
 from test_report_runs import fake_run
 
 SMALL: dict[str, Any] = {"clients": 3, "batch": 64, "model": "mlp(hidden=8)", "engine": "inline", "lr": 0.1}
+JUDGES: tuple[Judge | None, ...] = (None, "final", "last10", "best")
 GRID = Grid(
     "A table of two settings",
     rows=[Row("FedAvg", "fedavg", (50.0, None)), Row("FedProx", "fedprox(mu={mu})", (60.0, 70.0))],
@@ -119,6 +121,23 @@ def test_only_some_rows_and_columns(tmp_path: Path) -> None:
         FedAlloyError, match="has no row or column 'fedavgg'; it has: fedavg, fedprox, even, skewed"
     ):
         reproduce.reproduce("paper/table1", tmp_path, ["fedavgg"])
+
+
+def test_the_same_runs_judged_by_other_rounds(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"only": ["fedavg", "even"], "seeds": [0], "given": {"rounds": 12, "lr": 2.0}}
+    made = {judge: reproduce.reproduce("paper/table1", tmp_path, judge=judge, **chosen) for judge in JUDGES}
+    assert len({one.files["table"].parent for one in made.values()}) == 4
+    (run,) = (read_run(path) for path in (tmp_path / "runs").iterdir())
+    curve = list(run.curve("global_acc").values())
+    found = {judge: one.facts["cells"][0]["ours"]["value"]["mean"] for judge, one in made.items()}
+    assert found[None] == found["final"] == pytest.approx(100 * curve[-1])
+    assert found["last10"] == pytest.approx(10 * sum(curve[-10:]))
+    assert found["best"] == pytest.approx(100 * max(curve))
+    assert len(set(found.values())) == 3
+    assert made["best"].facts["command"].endswith("--judge best --data-root DATA")
+    assert "the best of all rounds" in made["best"].tables[0].notes[1]
+    with pytest.raises(FedAlloyError, match="has no accuracies; leave --judge away"):
+        reproduce.reproduce("ssf/matrix", tmp_path, judge="best")
 
 
 def test_what_is_given_wins_and_is_told(tmp_path: Path) -> None:

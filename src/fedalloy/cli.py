@@ -331,6 +331,12 @@ def reproduce(
     only: Annotated[str, Parameter(help="Only these rows and columns, separated by commas.")] = "",
     seeds: Annotated[str, Parameter(help="Seeds, separated by commas; by default those of the item.")] = "",
     settings: Settings = None,
+    judge: Annotated[
+        Literal["final", "last10", "best"] | None,
+        Parameter(
+            help="Accuracies of the last round, of the last ten or of the best; by default as the item has it."
+        ),
+    ] = None,
     jobs: Annotated[AtLeastOne, Parameter(help="Runs side by side; the cores are shared out.")] = 1,
     images: Annotated[
         bool, Parameter(negative="", help="Write the figures as SVG files too; needs a Chrome or Chromium.")
@@ -370,6 +376,7 @@ def reproduce(
             scale=scale,
             given=given,
             seeds=chosen,
+            judge=judge,
             jobs=jobs,
             images=images,
         )

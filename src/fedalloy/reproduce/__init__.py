@@ -8,7 +8,7 @@ from fedalloy.config import flag
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import slug
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
-from fedalloy.reproduce.grid import Grid, Scale, Settings, by_seed, named
+from fedalloy.reproduce.grid import Grid, Judge, Scale, Settings, by_seed, named
 from fedalloy.reproduce.playing import Tick, play
 from fedalloy.reproduce.printed import Asked, Written, write
 from fedalloy.run import one_thread
@@ -58,29 +58,33 @@ def reproduce(
     scale: Scale = "cpu",
     given: Settings | None = None,
     seeds: Sequence[int] = (),
+    judge: Judge | None = None,
     jobs: int = 1,
     images: bool = False,
 ) -> Written:
     """Play what is missing of an item, or of some of its rows and columns, and write what there is.
 
     Everything goes into `out`: each item into a folder of its own, runs into one for all items, for they share them.
-    Settings that are ``given`` win over the item's. ``on_round`` hears the rounds played and those there are in all.
+    Settings that are ``given`` win over the item's; with ``judge`` other rounds count than the item's.
+    ``on_round`` hears the rounds played and those there are in all.
     With ``images`` the figures are files beside the table too (extra ``images``, and a Chrome or Chromium).
     """
     if item not in items():
         raise unknown("study", item, items())
     if item == MATRIX:
+        if judge:
+            raise FedAlloyError(f"{MATRIX} has no accuracies; leave --judge away")
         if given:
             raise FedAlloyError(f"{MATRIX} has settings of its own; leave {', '.join(map(flag, given))} away")
         return _matrix(out / slug(item), only, on_round, images=images)
-    grid = GRIDS[item]
+    grid = GRIDS[item].judged(judge) if judge else GRIDS[item]
     named(only, grid, item)
     runs = out / "runs"
     chosen = grid.cells(scale, given, only, seeds)
     inside = "inside" in grid.drawn
     play(runs, list(by_seed(chosen)), on_round, jobs, inside=inside)
-    asked = Asked(item, scale, given or {}, only, seeds)
-    return write(out / f"{slug(item)}-{scale}", asked, grid, chosen, runs, images=images)
+    asked = Asked(item, scale, given or {}, only, seeds, judge)
+    return write(out / asked.folder, asked, grid, chosen, runs, images=images)
 
 
 def _matrix(out: Path, only: Sequence[str], on_round: Tick | None, *, images: bool) -> Written:

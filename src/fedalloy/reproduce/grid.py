@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from fedalloy.config import FREE, Config
@@ -13,18 +13,20 @@ from fedalloy.report.runs import Run
 
 T = TypeVar("T", "Row", "Column")
 Scale = Literal["cpu", "paper"]
+Judge = Literal["final", "last10", "best"]
 Settings = Mapping[str, Any]
 SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One number of a run, such as its final accuracy."""
+    """One number of a run, such as its final accuracy; an accuracy may be judged by other rounds."""
 
     label: str
     of: Callable[[Run], float | None]
     smaller: bool = False  # is better
     digits: int = 2
+    judged: "Callable[[Judge], Measure] | None" = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Grid:
         for row in self.rows:
             if row.paper and len(row.paper) != width:
                 raise ValueError(f"{self.says}: {row.label} has {len(row.paper)} numbers for {width} places")
+
+    def judged(self, judge: Judge) -> "Grid":
+        """The same runs with accuracies of other rounds than the item's: which ones a paper has, few say."""
+        return replace(self, measures=[one.judged(judge) if one.judged else one for one in self.measures])
 
     @property
     def parts(self) -> list[str]:
@@ -154,17 +160,22 @@ def numbers(text: str) -> list[float | None]:
     return [float(word) if word.replace(".", "").isdigit() else None for word in words]
 
 
-def accuracy(label: str = "", *names: str, last: int = 1) -> Measure:
-    """The first of these accuracies that a run has, in percent; the mean of its last evaluations."""
+def accuracy(label: str = "", *names: str, last: int = 1, best: bool = False) -> Measure:
+    """The first of these accuracies that a run has, in percent: the mean of its last ones, or the best of all."""
     asked = names or ("global_acc",)
 
     def of(run: Run) -> float | None:
         if run.diverged_round is not None:
             return None
         curve = next((list(curve.values()) for name in asked if (curve := run.curve(name))), [])
-        return 100 * sum(curve[-last:]) / len(curve[-last:]) if curve else None
+        if not curve:
+            return None
+        return 100 * max(curve) if best else 100 * sum(curve[-last:]) / len(curve[-last:])
 
-    return Measure(label, of)
+    def judged(judge: Judge) -> Measure:
+        return accuracy(label, *names, last=10 if judge == "last10" else 1, best=judge == "best")
+
+    return Measure(label, of, judged=judged)
 
 
 def client_accuracy(label: str, client: int, last: int = 1) -> Measure:

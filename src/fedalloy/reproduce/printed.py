@@ -10,6 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fedalloy.config import FREE, Config, words
+from fedalloy.expression import slug
 from fedalloy.report import figures
 from fedalloy.report.files import write_markdown, write_text
 from fedalloy.report.inside import inside_pictures
@@ -18,23 +19,34 @@ from fedalloy.report.runs import Run, read_run
 from fedalloy.report.statistics import Estimate, estimate, marks
 from fedalloy.report.tables import Cell as Printed
 from fedalloy.report.tables import Table, to_latex
-from fedalloy.reproduce.grid import Cell, Grid, Measure, Scale, place
+from fedalloy.reproduce.grid import Cell, Grid, Judge, Measure, Scale, place
 
 LEGEND = (
     "Ours: mean ± standard deviation over seeds; in brackets the paper's number and how far ours is from it. "
     "Best bold, second underlined."
 )
 
+JUDGED: Mapping[Judge, str] = {
+    "final": "Accuracies are those of the last round, whatever is said below.",
+    "last10": "Accuracies are means over the last ten evaluations, whatever is said below.",
+    "best": "Accuracies are the best of all rounds, picked by the test set, whatever is said below.",
+}
+
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for: an item at a scale, settings that win over its own, parts of it, seeds."""
+    """What was asked for: an item at a scale, settings that win over its own, parts of it, seeds, rounds that count."""
 
     item: str
     scale: Scale
     given: Mapping[str, Any]
     only: Sequence[str] = ()
     seeds: Sequence[int] = ()
+    judge: Judge | None = None
+
+    @property
+    def folder(self) -> str:
+        return "-".join(filter(None, (slug(self.item), self.scale, self.judge)))
 
     @property
     def changed(self) -> list[str]:
@@ -46,6 +58,7 @@ class Asked:
         typed = ["fedalloy", "reproduce", self.item, "--scale", self.scale, *self.changed]
         typed += ["--only", ",".join(self.only)] if self.only else []
         typed += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
+        typed += ["--judge", self.judge] if self.judge else []
         return shlex.join([*typed, "--data-root", "DATA"])
 
 
@@ -154,7 +167,7 @@ def _notes(asked: Asked, grid: Grid, have: Sequence[Found]) -> tuple[str, ...]:
     wanted = max(len(one.cell.configs) for one in have)
     seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
     size = f"Scale {asked.scale}: {_setting(asked, grid)}. Seeds: {seeds} of {wanted}."
-    return (LEGEND, size, *grid.notes)
+    return (LEGEND, *([JUDGED[asked.judge]] if asked.judge else []), size, *grid.notes)
 
 
 def _facts(grid: Grid, one: Found) -> dict[str, Any]:
