@@ -15,10 +15,11 @@ from torch import Tensor
 import fedalloy
 from fedalloy import registry
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Local, Step, client_model, client_round, client_told
+from fedalloy.client import Client, Step, client_model, client_round, client_told
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
 from fedalloy.federation import federate
+from fedalloy.local import Local
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.privacy import Private
 from fedalloy.mechanisms.share import Share

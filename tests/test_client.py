@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
-from fedalloy.client import Client, Local, Step, client_round
+from fedalloy.client import Client, Step, client_round
 from fedalloy.federation import federate
+from fedalloy.local import Local
 from fedalloy.mechanisms.share import Share
 from fedalloy.registry import make
 from fedalloy.server import Server

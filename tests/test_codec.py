@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Slots, alloy
-from fedalloy.client import Info, Local, client_round
+from fedalloy.client import Info, client_round
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
+from fedalloy.local import Local
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.stream import Stream

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from fedalloy import registry
 from fedalloy.alloy import Box, Mechanism
-from fedalloy.client import Client, Local, Step
+from fedalloy.client import Client, Step
 from fedalloy.engines.arena import Arena
 from fedalloy.engines.base import TRIES, Engine
 from fedalloy.engines.inline import Inline
 from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
+from fedalloy.local import Local
 from fedalloy.run import one_thread
 from fedalloy.server import Server
 from fedalloy.site import Sites

@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedalloy import registry
-from fedalloy.client import ClientData, Info, Local, client_round
+from fedalloy.client import ClientData, Info, client_round
 from fedalloy.data import Prepare
+from fedalloy.local import Local
 from fedalloy.nets.base import Inputs
 from fedalloy.server import Server
 from fedalloy.site import Site

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fedalloy import registry, run
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Folded, Mechanism, Slots, alloy
-from fedalloy.client import Local, client_round
+from fedalloy.client import client_round
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
 from fedalloy.federation import Federation, federate
+from fedalloy.local import Local
 from fedalloy.mechanisms import privacy
 from fedalloy.mechanisms.privacy import Private, epsilon, shortening
 from fedalloy.mechanisms.share import Share

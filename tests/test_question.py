@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fedalloy import registry
 from fedalloy.alloy import Box, Mechanism, Slots, alloy
-from fedalloy.client import ClientData, Local
+from fedalloy.client import ClientData
 from fedalloy.config import Config
 from fedalloy.engines.inline import Inline
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
+from fedalloy.local import Local
 from fedalloy.mechanisms.share import Share
 from fedalloy.run import Record, Result, Setup, one_round, one_thread, train
 from fedalloy.server import Server

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fedalloy.alloy import AlloyConflict, Box, Folded, Mechanism, alloy
-from fedalloy.client import Client, Info, Local, client_round
+from fedalloy.client import Client, Info, client_round
 from fedalloy.federation import federate
+from fedalloy.local import Local
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.subspace import Subspace
 from fedalloy.methods import feddyn, fedsub, scaffold, ssf

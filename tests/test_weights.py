@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedalloy import nets
-from fedalloy.client import Local
 from fedalloy.errors import FedAlloyError
+from fedalloy.local import Local
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
 from fedalloy.weights import Layout, Weights

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import Info, Local
+from fedalloy.client import Info
 from fedalloy.errors import FedAlloyError
+from fedalloy.local import Local
 from fedalloy.nets.base import Inputs
 from fedalloy.registry import make
 from fedalloy.server import Fold, Server, in_order

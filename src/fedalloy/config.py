@@ -13,9 +13,9 @@ import tomli_w
 from annotated_types import Ge, Interval
 from pydantic import Field
 
-from fedalloy.client import Local
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import split
+from fedalloy.local import Local
 from fedalloy.ranges import AtLeastOne, Fraction, Momentum, NonNegative, Positive, expected
 
 # What may differ when a run is resumed: where it runs, never what it computes.

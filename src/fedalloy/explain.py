@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fedalloy import registry
 from fedalloy.alloy import CLAIMED_HOOKS, Alloy, Mechanism
-from fedalloy.client import ClientData, Info, Local, client_round
+from fedalloy.client import ClientData, Info, client_round
 from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.expression import parse
+from fedalloy.local import Local
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
 from fedalloy.nets.measure import samples

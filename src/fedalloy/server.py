@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Folded, Mechanism, Slots
-from fedalloy.client import Info, Local
+from fedalloy.client import Info
 from fedalloy.errors import FedAlloyError
+from fedalloy.local import Local
 from fedalloy.random import generator
 from fedalloy.site import Site
 from fedalloy.wire import Errand, Items, Mail, Reply, Spec, bytes_of, refusal

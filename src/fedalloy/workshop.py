@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedalloy.alloy import Alloy
-from fedalloy.client import EVAL_BATCH, Local, client_model, client_round, client_told
+from fedalloy.client import EVAL_BATCH, client_model, client_round, client_told
 from fedalloy.federation import Federation
+from fedalloy.local import Local
 from fedalloy.site import CPU, Sites
 from fedalloy.storage import Vault
 from fedalloy.wire import Items, Mail, Reply

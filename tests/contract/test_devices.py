@@ -10,10 +10,10 @@ from elsewhere import ELSEWHERE, HERE, WrongDevice, elsewhere
 from settings import ROWS, VARIANTS, Row
 
 from fedalloy import registry
-from fedalloy.client import Local
 from fedalloy.engines.inline import Inline
 from fedalloy.evaluate import evaluate
 from fedalloy.federation import federate
+from fedalloy.local import Local
 from fedalloy.run import one_thread
 from fedalloy.server import Server
 from fedalloy.site import Sites

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, ClientData, Local, Step, client_round, client_told
+from fedalloy.client import Client, ClientData, Step, client_round, client_told
 from fedalloy.data import Dataset, Prepare, Split, load
 from fedalloy.federation import Federation, federate
+from fedalloy.local import Local
 from fedalloy.methods import local
 from fedalloy.nets.base import Net
 from fedalloy.random import generator

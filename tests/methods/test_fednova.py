@@ -10,7 +10,7 @@ from laboratory import BATCHNORM, Lab, digits, double, far, shards
 from quadratics import _Quadratic, _Slope, solve
 
 from fedalloy.alloy import Alloy
-from fedalloy.client import Local
+from fedalloy.local import Local
 from fedalloy.methods import fedavg, fednova
 from fedalloy.methods.fednova import normaliser
 from fedalloy.methods.fedprox import Stragglers

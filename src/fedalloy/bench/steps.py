@@ -12,9 +12,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedalloy import registry
-from fedalloy.client import ClientData, Info, Local, client_round
+from fedalloy.client import ClientData, Info, client_round
 from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
+from fedalloy.local import Local
 from fedalloy.nets.base import Inputs
 from fedalloy.run import one_thread
 from fedalloy.server import Server

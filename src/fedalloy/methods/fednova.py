@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fedalloy.alloy import Alloy, Box, Names, Slots, alloy
-from fedalloy.client import Client, Local
+from fedalloy.client import Client
+from fedalloy.local import Local
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.fedprox import Prox
 from fedalloy.ranges import Momentum, NonNegative

@@ -29,9 +29,15 @@ DIGITS: Settings = {
     "test_share": 0.25,
     "models": "vit-b32,resnet34,resnet50,vit-b16,resnet18",
 }
-DIGITS_LESS: Settings = {**SMALL, "rounds": 10, "limit": 20_000, "test_share": 0.0}
+DIGITS_LESS: Settings = {
+    "models": "cnn-fedrda,cnn-bn,lenet,cnn-feddw,cnn",  # the synthetic digits need a large one
+    "momentum": 0.9,
+    "rounds": 10,
+    "limit": 20_000,
+    "test_share": 0.0,
+}
 DIGITS_SAYS = (
-    "20,000 training samples and the sets' own test samples, small nets, momentum 0.9, 10 rounds; "
+    "20,000 training samples and the sets' own test samples, five small nets, momentum 0.9, 10 rounds; "
     "the synthetic digits may be a recreation"
 )
 
