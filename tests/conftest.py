@@ -1,9 +1,11 @@
-"""How tests run: one thread for each process, and files in memory if there is room."""
+"""How tests run: one thread for each process, files in memory if there is room, some parts of the contract once."""
 
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+import pytest
 
 ROOM = 4 * 2**30  # bytes; a whole session of tests leaves about a tenth of it
 MEMORY = Path("/dev/shm")
@@ -14,3 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Thousands of small runs sync their files; on a disk the processes of a federation would wait for them.
 if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    repeated = {
+        item
+        for item in items
+        if item.get_closest_marker("once_per_method") and not item.get_closest_marker("first_model")
+    }
+    config.hook.pytest_deselected(items=list(repeated))
+    items[:] = [item for item in items if item not in repeated]

@@ -30,7 +30,13 @@ from fedalloy.wire import Items, Mail, Reply, Spec, bytes_of, restore
 FED = federate("digits", clients=5, skew="pathological:3", seed=0)
 ROUNDS = 3
 GRID = {f"{row.method} {model}": (row, model) for row in (*ROWS, *VARIANTS) for model in row.models}
-CASES = [pytest.param(case, id=name, marks=pytest.mark.xdist_group(name)) for name, case in GRID.items()]
+# What no variant and no other model could break by itself is tried with one model of each method.
+once_per_method = pytest.mark.once_per_method
+FIRST = {f"{row.method} {row.models[0]}": [pytest.mark.first_model] for row in ROWS}
+CASES = [
+    pytest.param(case, id=name, marks=[pytest.mark.xdist_group(name), *FIRST.get(name, [])])
+    for name, case in GRID.items()
+]
 
 
 class Stopped(Exception):
@@ -113,12 +119,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.rmtree(room)
 
 
-def once_per_method(case: Case) -> None:
-    """What no variant and no other model could break by itself is tried with one model of each method."""
-    if case.row not in ROWS or case.model != case.row.models[0]:
-        pytest.skip("tried with the first model of each method")
-
-
 # The table
 
 
@@ -143,9 +143,9 @@ def test_same_bits_on_workers(case: Case) -> None:
     assert bits(case.run("workers", engine="workers", workers=workers)) == case.bits
 
 
+@once_per_method
 def test_same_bits_over_flower(case: Case) -> None:
     """Mail and replies as Flower's messages, every client at a site of its own."""
-    once_per_method(case)
     chosen = case.setup.config.model_dump(exclude_none=True, exclude={"engine", "workers", "timeout"})
     settings = {**chosen, "sites": "dealt", "run_folder": str(case.room / "flower"), "join_limit": 5.0}
     grid = Loopback(settings, case.room / "state", [{}] * FED.clients)
@@ -158,10 +158,8 @@ def test_private_state_is_as_the_row_says(case: Case) -> None:
     assert (case.result.summary["private_sha256"] is not None) == case.row.private
 
 
-@pytest.mark.parametrize("after", range(1, ROUNDS))
+@pytest.mark.parametrize("after", [1, *(pytest.param(n, marks=once_per_method) for n in range(2, ROUNDS))])
 def test_resume_gives_the_same_bits(case: Case, after: int) -> None:
-    if after > 1:
-        once_per_method(case)
     path = case.stopped(f"stopped{after}", after)
     lossy = case.copy(path, f"lossy{after}")
     assert bits(resume(path)) == case.bits
@@ -178,23 +176,23 @@ def test_resume_gives_the_same_bits(case: Case, after: int) -> None:
         assert forgotten == case.bits
 
 
+@once_per_method
 def test_resume_on_other_engines(case: Case) -> None:
-    once_per_method(case)
     path = case.stopped("moved", 1, engine="workers", workers=2)
     config = RunFolder(path).config
     assert bits(resume(path, config.model_copy(update={"engine": "inline"}))) == case.bits
 
 
+@once_per_method
 @pytest.mark.parametrize(("after", "every"), [(1, 2), (2, ROUNDS)])
 def test_resume_between_rare_checkpoints(case: Case, after: int, every: int) -> None:
     """Rounds after the last checkpoint are played again, from the private state as it was then."""
-    once_per_method(case)
     path = case.stopped(f"rare{after}", after, checkpoint_every=every)
     assert bits(resume(path)) == case.bits
 
 
+@once_per_method
 def test_evaluation_changes_nothing(case: Case) -> None:
-    once_per_method(case)
     rarely = case.run("rarely", eval_every=ROUNDS)
     assert [line["metrics"] is None for line in rarely.history] == [True] * (ROUNDS - 1) + [False]
     assert rarely.history[-1]["metrics"] == case.result.history[-1]["metrics"]
@@ -383,9 +381,9 @@ def test_a_round_is_a_function_of_its_inputs(case: Case, second: Second) -> None
     assert (again.loss, again.steps, again.seen) == (reply.loss, reply.steps, reply.seen)
 
 
+@once_per_method
 def test_nothing_is_left_of_a_client(case: Case, second: Second) -> None:
     """Its vectors go at once: in a large net the collector would come too late for what holds itself."""
-    once_per_method(case)
     mail, keep, _ = second
     gc.collect()
     gc.disable()
@@ -406,9 +404,9 @@ def test_what_a_client_returns_stays_as_it_is(case: Case, second: Second) -> Non
     assert_same(kept, before[1])
 
 
+@once_per_method
 def test_a_client_does_not_depend_on_the_others(case: Case, tmp_path: Path) -> None:
     """The first round in two orders, and a client all alone: the same replies, the same private state."""
-    once_per_method(case)
     setup = case.setup
     chosen = sample(FED, 0.6, 0, 1, everyone=setup.method.everyone)
     found: list[dict[int, Items]] = []
