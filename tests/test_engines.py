@@ -3,7 +3,10 @@
 import gc
 import math
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -526,3 +529,29 @@ def test_replies_are_copies(staged: Staged, workers: Callable[..., Workers]) -> 
         kept.append((reply, {key: value.clone() for key, value in reply.items.items()}))
     for reply, copy in kept:
         assert_same(reply.items, copy)
+
+
+FAULTS = """
+import resource, sys, torch
+from fedalloy.processes import keep_memory
+if "keep" in sys.argv:
+    keep_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def fill():
+    return [torch.empty(2**21).fill_(1.0) for _ in range(4)]
+fill(), fill()
+before = faults()
+fill(), fill()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have rules of their own")
+def test_memory_that_is_freed_is_kept() -> None:
+    """Two times four blocks of eight megabytes are sixteen thousand pages."""
+    found = {
+        how: int(subprocess.check_output([sys.executable, "-c", FAULTS, how], text=True))
+        for how in ("keep", "return")
+    }
+    assert found["keep"] < 1000 < 10_000 < found["return"]

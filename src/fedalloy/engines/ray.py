@@ -22,6 +22,7 @@ from fedalloy.engines.base import TRIES, died, fail, failure, late
 from fedalloy.engines.cluster import Cluster, ray
 from fedalloy.engines.plain import Array, Entry, made, packed, plan_of, unpacked
 from fedalloy.errors import FedAlloyError
+from fedalloy.processes import keep_memory
 from fedalloy.site import CPU
 from fedalloy.storage import Vault
 from fedalloy.wire import Mail, Reply
@@ -184,6 +185,7 @@ class Worker:
     """What lives in an actor's process: a workshop, exchanged when another run comes."""
 
     def __init__(self, gpus: float) -> None:
+        keep_memory()
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
         self._gpus = gpus

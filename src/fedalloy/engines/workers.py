@@ -4,13 +4,11 @@ Workers are forked, so they see the data, the method and everything else that th
 A worker that dies is replaced and its client is asked again: a client's reply depends on nothing but its mail.
 """
 
-import ctypes
 import itertools
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,11 +21,10 @@ import torch
 from fedalloy.engines.arena import Arena
 from fedalloy.engines.base import TRIES, died, fail, failure, late
 from fedalloy.errors import FedAlloyError
-from fedalloy.processes import die_with
+from fedalloy.processes import die_with, keep_memory
 from fedalloy.wire import Mail, Reply
 from fedalloy.workshop import Workshop
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most
 
@@ -182,7 +179,7 @@ def _work(
     """A worker's life: open mail until the line closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
     die_with(parent, signal.SIGKILL)  # else the run stays locked until its workers notice
-    _keep_memory()
+    keep_memory()
     torch.set_num_threads(1)
     for other in others:
         other.close()  # else nobody notices when the main process is gone
@@ -206,11 +203,3 @@ def _work(
             line.send_bytes(json.dumps(answer).encode())
         except OSError:
             return
-
-
-def _keep_memory() -> None:
-    """By default glibc hands every large block back to the system, and each step faults it in again, page by page."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
-        mallopt(M_TRIM_THRESHOLD, 2**30)

@@ -24,6 +24,8 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
+from fedalloy.processes import keep_memory
+
 PAUSE = 0.1  # seconds between two looks for a message
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
@@ -34,6 +36,7 @@ log = logging.getLogger("fedalloy")
 
 def work(address: str, secret: bytes, answer: Answer, alive: Callable[[], bool]) -> None:
     """Answer the messages of the SuperNode at a local address as long as it is alive."""
+    keep_memory()
     signer = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
     client = _client(address, signer)
     turn = threading.Lock()

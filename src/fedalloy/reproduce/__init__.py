@@ -7,6 +7,7 @@ from typing import Any
 from fedalloy.config import flag
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import slug
+from fedalloy.processes import keep_memory
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
 from fedalloy.reproduce.grid import Grid, Judge, Scale, Settings, by_seed, named
 from fedalloy.reproduce.playing import Tick, play
@@ -34,6 +35,7 @@ def items() -> dict[str, str]:
 def listed(scale: Scale, given: Settings | None = None) -> list[dict[str, Any]]:
     """The same with what each item takes here, one thread for each core: an estimate from a few timed steps."""
     rows = []
+    keep_memory()  # as workers do
     with one_thread():
         for name, grid in GRIDS.items():
             configs = list(by_seed(grid.cells(scale, given)))

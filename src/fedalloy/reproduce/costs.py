@@ -13,7 +13,7 @@ from fedalloy.random import generator
 
 TIMED = (8, 64)  # samples in a timed step; the second for nets that are quick
 QUICK = 0.1  # seconds that such a net takes for the first
-PASSES = {"ditto": 2.0, "fedkd": 2.0, "fml": 2.0, "fedsce": 2.2, "fedsol": 2.2, "perfedavg": 2.0, "moon": 1.6}
+PASSES = {"ditto": 2.0, "fedkd": 2.0, "fml": 2.0, "fedsce": 2.2, "fedsol": 2.2, "perfedavg": 2.0, "moon": 1.4}
 FORWARD = 1 / 3  # of a training step
 
 # Training samples, test samples and what a sample is.
