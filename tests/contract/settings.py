@@ -107,7 +107,7 @@ VARIANTS = (
     Row("feddw(mu=10, sl_momentum=0.5, mu_decay=10, mu_decay_every=2)", models=(PLAIN,)),
     Row("fedblade(decorr=feddecorr, no_fa=True, no_df=True, absent_count=0)", models=(NORMED,)),
     Row("fedrda(encoder=autoencoder, decomposition=pca, depth=2, main_loss=False)", models=(NORMED,)),
-    Row("fedrda(encoder=orthogonal, decomposition=qr, scores=logits)", models=(PLAIN,)),
+    Row("fedrda(encoder=orthogonal, decomposition=qr, scores=logits, kappa=free)", models=(PLAIN,)),
     Row("fedsce(p=1, contribution=False, adaptive=False)", private=True, models=(PLAIN,)),
     Row("fedavg+subspace(ratio=0.5)", models=(NORMED,)),
     Row("feddyn(alpha=0.1)+virtualfeatures(cov='diag', relu_clip=True)", private=True, models=(NORMED,)),

@@ -188,6 +188,18 @@ def test_kappa_is_a_constant() -> None:
     assert by_scores is None
 
 
+@double()
+def test_a_free_kappa_only_moves_residuals_between_samples() -> None:
+    """The distances add up to the top scores whatever the residuals are, so that their sum has no gradient in z."""
+    z, scores = draw(7, 8).requires_grad_(), draw(7, 5, seed=1).softmax(1).requires_grad_()
+    d = distance(z, residual_space(draw(30, 8, seed=2), 3), scores, "free")
+    assert torch.equal(d, distance(z, residual_space(draw(30, 8, seed=2), 3), scores))
+    (whole,) = torch.autograd.grad(d.sum(), z, retain_graph=True)
+    one, by_scores = torch.autograd.grad(d[0], (z, scores))
+    assert float(whole.abs().max()) < 1e-12 < 1e-2 < float(one.abs().max())
+    assert float(by_scores.abs().max()) > 0
+
+
 def test_no_residual_is_no_distance() -> None:
     """Guard: features inside the space have distance 0 and a finite gradient."""
     space = torch.eye(4)[:, 2:]

@@ -3,6 +3,7 @@
 Yao et al., IEEE Transactions on Industrial Informatics, 2025, doi 10.1109/TII.2025.3588630.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from fedalloy.site import Frozen, Site
 
 Encoder = Literal["mlp", "autoencoder", "orthogonal"]
 Decomposition = Literal["svd", "qr", "pca"]
+Kappa = Literal["constant", "free"]
 EPS = 1e-12
 ROUNDING = 1e-4  # of a feature's length: what lies outside of a space that should hold it all
 
@@ -127,18 +129,20 @@ def residual_space(z: Tensor, rank: int, by: Decomposition = "svd") -> Tensor:
     return q[:, rank:].to(z.dtype)
 
 
-def distance(z: Tensor, space: Tensor, scores: Tensor) -> Tensor:
-    """d_i = kappa ||S^T z_i||, kappa = sum of top scores / sum of residuals, a constant (Eq 10).
+def distance(z: Tensor, space: Tensor, scores: Tensor, kappa: Kappa = "constant") -> Tensor:
+    """d_i = kappa ||S^T z_i||, kappa = sum of top scores / sum of residuals (Eq 10).
 
+    As a constant it makes the gradient grow like 1 / residual; with a gradient of its own ("free") residuals can only
+    move from one sample to another.
     Top logits may be negative; as a negative kappa would push features out of the space, it then is 0. So it is where
     features lie in the principal space but for rounding, as those of fewer than r samples do: it would only magnify it.
     """
     residual: Tensor = torch.linalg.vector_norm(z @ space, dim=1)
-    with torch.no_grad():
+    with nullcontext() if kappa == "free" else torch.no_grad():
         total = residual.sum()
         outside = total > ROUNDING * torch.linalg.vector_norm(z)
-        kappa: Tensor = outside * scores.max(1).values.sum().clamp(min=0) / (total + EPS)
-    return kappa * residual
+        scale: Tensor = outside * scores.max(1).values.sum().clamp(min=0) / (total + EPS)
+    return scale * residual
 
 
 def deviation(u_g: Tensor, u_l: Tensor, scores: Tensor) -> Tensor:
@@ -156,13 +160,15 @@ class Deviation(Mechanism):
     """gamma (E + U): features may leave neither the global nor the client's own earlier principal space (Eq 13).
 
     `rank` is r as a share of r1; the `scores` l are "softmax" (the paper) or "logits" (ViM's form).
-    Only z and l of the trained model carry a gradient; spaces, origins, kappa and frozen features are constants.
+    Only z and l of the trained model carry a gradient, and `kappa` if it is "free"; spaces, origins and frozen
+    features are constants.
     """
 
     gamma: NonNegative = 0.1
     rank: Share01 = 0.25
     decomposition: Decomposition = "svd"
     scores: Literal["softmax", "logits"] = "softmax"
+    kappa: Kappa = "constant"
     compact: CompactHead = CompactHead()
 
     needs = frozenset({"global model", "compact features"})
@@ -198,7 +204,10 @@ class Deviation(Mechanism):
         z, logits = step.client.box(self.compact).memo["out"]
         z_b, l_b = z - origin(compact_of(step.client.net).head), self._scores(logits)
         z_g, l_g = self._frozen(step, my)
-        u_g, u_l = (distance(z_b, S, l_b) - distance(z_g, S, l_g) for S in (my.memo["S_g"], my.memo["S_l"]))
+        u_g, u_l = (
+            distance(z_b, S, l_b, self.kappa) - distance(z_g, S, l_g)
+            for S in (my.memo["S_g"], my.memo["S_l"])
+        )
         return self.gamma * (deviation(u_g, u_l, l_b) + consistency(u_g, u_l))  # of one sample, U is 0
 
     def examine_client(self, client: Client, my: Box) -> Findings:
@@ -245,7 +254,8 @@ def fedrda(
     depth: AtLeastOne = 1,
     decomposition: Decomposition = "svd",
     scores: Literal["softmax", "logits"] = "softmax",
+    kappa: Kappa = "constant",
     main_loss: bool = True,
 ) -> Alloy:
     compact = CompactHead(width, alpha, encoder, depth, main_loss)
-    return alloy("FedRDA", Share(), compact, Deviation(gamma, rank, decomposition, scores, compact))
+    return alloy("FedRDA", Share(), compact, Deviation(gamma, rank, decomposition, scores, kappa, compact))
