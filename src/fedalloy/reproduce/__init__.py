@@ -75,7 +75,7 @@ def reproduce(
         raise unknown("study", item, items())
     if item == MATRIX:
         if judge:
-            raise FedAlloyError(f"{MATRIX} has no accuracies; leave --judge away")
+            raise FedAlloyError("this item has no accuracies; leave --judge away")
         if given:
             raise FedAlloyError(f"{MATRIX} has settings of its own; leave {', '.join(map(flag, given))} away")
         return _matrix(out / slug(item), only, on_round, images=images)

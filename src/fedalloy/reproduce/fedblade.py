@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from fedalloy.config import Config
 from fedalloy.report.runs import Run, read_run
-from fedalloy.reproduce.grid import Column, Grid, Measure, Row, Settings, diagnostic, numbers, place
+from fedalloy.reproduce.grid import Column, Grid, Measure, Row, Settings, accuracy, diagnostic, numbers, place
 
 SEEDS = (1024, 2025, 4096)
 BASE: dict[str, Any] = {
@@ -112,15 +112,7 @@ SPEED = {
 }
 TARGETS = {"cifar100": (0.4, 0.5), "tiny-imagenet": (0.2, 0.3), "cifar10": (0.2, 0.3)}
 
-
-def _last_ten(run: Run) -> float | None:
-    """Mean accuracy in percent of the evaluations in the last ten rounds."""
-    curve = run.curve("global_acc")
-    last = [value for number, value in curve.items() if number > max(curve) - 10]
-    return 100 * sum(last) / len(last) if last and run.diverged_round is None else None
-
-
-LAST10 = Measure("", _last_ten)
+LAST10 = accuracy(last=10)
 RANK_Z = diagnostic("effective rank of z", "effective rank of features (covariance)", digits=1)
 RANK_Z_CORRELATION = diagnostic(
     "effective rank of z (correlation)", "effective rank of features (correlation)", digits=1

@@ -85,6 +85,8 @@ class Grid:
 
     def judged(self, judge: Judge) -> "Grid":
         """The same runs with accuracies of other rounds than the item's: which ones a paper has, few say."""
+        if not any(one.judged for one in self.measures):
+            raise FedAlloyError("this item has no accuracies; leave --judge away")
         return replace(self, measures=[one.judged(judge) if one.judged else one for one in self.measures])
 
     @property
@@ -161,16 +163,17 @@ def numbers(text: str) -> list[float | None]:
 
 
 def accuracy(label: str = "", *names: str, last: int = 1, best: bool = False) -> Measure:
-    """The first of these accuracies that a run has, in percent: the mean of its last ones, or the best of all."""
+    """The first of these accuracies that a run has, in percent: the mean of its last rounds, or the best of all."""
     asked = names or ("global_acc",)
 
     def of(run: Run) -> float | None:
         if run.diverged_round is not None:
             return None
-        curve = next((list(curve.values()) for name in asked if (curve := run.curve(name))), [])
+        curve = next((curve for name in asked if (curve := run.curve(name))), None)
         if not curve:
             return None
-        return 100 * max(curve) if best else 100 * sum(curve[-last:]) / len(curve[-last:])
+        counted = [value for number, value in curve.items() if number > max(curve) - last]
+        return 100 * (max(curve.values()) if best else sum(counted) / len(counted))
 
     def judged(judge: Judge) -> Measure:
         return accuracy(label, *names, last=10 if judge == "last10" else 1, best=judge == "best")

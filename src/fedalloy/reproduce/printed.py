@@ -28,7 +28,7 @@ LEGEND = (
 
 JUDGED: Mapping[Judge, str] = {
     "final": "Accuracies are those of the last round, whatever is said below.",
-    "last10": "Accuracies are means over the last ten evaluations, whatever is said below.",
+    "last10": "Accuracies are means over the last ten rounds, whatever is said below.",
     "best": "Accuracies are the best of all rounds, picked by the test set, whatever is said below.",
 }
 
