@@ -540,7 +540,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def fill():
     return [torch.empty(2**21).fill_(1.0) for _ in range(4)]
-fill(), fill()
+fill(), fill(), fill(), fill()
 before = faults()
 fill(), fill()
 print(faults() - before)
@@ -554,4 +554,4 @@ def test_memory_that_is_freed_is_kept() -> None:
         how: int(subprocess.check_output([sys.executable, "-c", FAULTS, how], text=True))
         for how in ("keep", "return")
     }
-    assert found["keep"] < 1000 < 10_000 < found["return"]
+    assert found["keep"] < 5000 < 10_000 < found["return"]
