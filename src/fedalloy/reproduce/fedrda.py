@@ -132,11 +132,8 @@ def work() -> Measure:
     """Operations of a client's round over those of FedAvg."""
 
     def of(run: Run) -> float | None:
-        counted = (
-            flops(method, run.config["model"], run.config["epochs"])
-            for method in (run.config["method"], "fedavg")
-        )
-        return next(counted) / next(counted)
+        model, epochs = run.config["model"], run.config["epochs"]
+        return flops(run.config["method"], model, epochs) / flops("fedavg", model, epochs)
 
     return Measure("FLOPs / FedAvg's", of, smaller=True)
 
