@@ -105,6 +105,21 @@ def test_what_is_there_is_not_played_again_and_what_was_cut_carries_on(tmp_path:
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+def test_what_is_finished_is_shown_without_playing(tmp_path: Path) -> None:
+    with pytest.raises(FedAlloyError, match="no run of it is finished in .*; leave --no-play away"):
+        reproduce.reproduce("paper/table1", tmp_path, missing=False)
+    with pytest.raises(FedAlloyError, match="always played"):
+        reproduce.reproduce("ssf/matrix", tmp_path, missing=False)
+    assert not list(tmp_path.iterdir())
+    reproduce.reproduce("paper/table1", tmp_path, ["fedavg", "even"], seeds=[0])
+    before = shas(tmp_path)
+    (table,) = reproduce.reproduce("paper/table1", tmp_path, missing=False).tables
+    assert shas(tmp_path) == before
+    assert re.fullmatch(r"\d+\.\d\d \(\d+\.\d\d, [+-]\d+\.\d\d\)", table.rows[0][1].text)
+    assert table.rows[1][1].text.startswith("–")
+    assert "Seeds: 0 to 1 of 2." in table.notes[1]
+
+
 def test_side_by_side_gives_the_same_bits(tmp_path: Path) -> None:
     reproduce.reproduce("paper/table1", tmp_path / "one", seeds=[3])
     reproduce.reproduce("paper/table1", tmp_path / "two", seeds=[3], jobs=2)

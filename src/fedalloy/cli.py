@@ -338,6 +338,10 @@ def reproduce(
         ),
     ] = None,
     jobs: Annotated[AtLeastOne, Parameter(help="Runs side by side; the cores are shared out.")] = 1,
+    missing: Annotated[
+        bool,
+        Parameter(name="--play", help="Play what is missing; with --no-play only finished runs are shown."),
+    ] = True,
     images: Annotated[
         bool, Parameter(negative="", help="Write the figures as SVG files too; needs a Chrome or Chromium.")
     ] = False,
@@ -378,6 +382,7 @@ def reproduce(
             seeds=chosen,
             judge=judge,
             jobs=jobs,
+            missing=missing,
             images=images,
         )
     if as_json:

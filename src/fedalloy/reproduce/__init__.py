@@ -11,7 +11,7 @@ from fedalloy.processes import keep_memory
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
 from fedalloy.reproduce.grid import Grid, Judge, Scale, Settings, by_seed, named
 from fedalloy.reproduce.playing import Tick, play
-from fedalloy.reproduce.printed import Asked, Written, write
+from fedalloy.reproduce.printed import Asked, Written, finished, write
 from fedalloy.run import one_thread
 
 __all__ = ["GRIDS", "MATRIX", "Written", "items", "listed", "reproduce"]
@@ -62,6 +62,7 @@ def reproduce(
     seeds: Sequence[int] = (),
     judge: Judge | None = None,
     jobs: int = 1,
+    missing: bool = True,
     images: bool = False,
 ) -> Written:
     """Play what is missing of an item, or of some of its rows and columns, and write what there is.
@@ -69,6 +70,7 @@ def reproduce(
     Everything goes into `out`: each item into a folder of its own, runs into one for all items, for they share them.
     Settings that are ``given`` win over the item's; with ``judge`` other rounds count than the item's.
     ``on_round`` hears the rounds played and those there are in all.
+    Without ``missing`` nothing is played: places whose runs are not finished stay empty.
     With ``images`` the figures are files beside the table too (extra ``images``, and a Chrome or Chromium).
     """
     if item not in items():
@@ -76,6 +78,8 @@ def reproduce(
     if item == MATRIX:
         if judge:
             raise FedAlloyError("this item has no accuracies; leave --judge away")
+        if not missing:
+            raise FedAlloyError(f"{MATRIX} is always played, in about a minute; leave --no-play away")
         if given:
             raise FedAlloyError(f"{MATRIX} has settings of its own; leave {', '.join(map(flag, given))} away")
         return _matrix(out / slug(item), only, on_round, images=images)
@@ -84,7 +88,10 @@ def reproduce(
     runs = out / "runs"
     chosen = grid.cells(scale, given, only, seeds)
     inside = "inside" in grid.drawn
-    play(runs, list(by_seed(chosen)), on_round, jobs, inside=inside)
+    if missing:
+        play(runs, list(by_seed(chosen)), on_round, jobs, inside=inside)
+    elif not any(finished(runs, config) for config in by_seed(chosen)):
+        raise FedAlloyError(f"no run of it is finished in {runs}; leave --no-play away to play them")
     asked = Asked(item, scale, given or {}, only, seeds, judge)
     return write(out / asked.folder, asked, grid, chosen, runs, images=images)
 

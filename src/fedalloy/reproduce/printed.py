@@ -98,8 +98,15 @@ def found(root: Path, cells: Sequence[Cell]) -> list[Found]:
 
 
 def _runs(root: Path, cell: Cell) -> dict[int, Run]:
-    places = {seed: root / place(config) for seed, config in cell.configs.items()}
-    return {seed: read_run(path) for seed, path in places.items() if (path / "summary.json").exists()}
+    return {
+        seed: read_run(root / place(config))
+        for seed, config in cell.configs.items()
+        if finished(root, config)
+    }
+
+
+def finished(root: Path, config: Config) -> bool:
+    return (root / place(config) / "summary.json").exists()
 
 
 def write(
