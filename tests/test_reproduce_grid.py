@@ -106,7 +106,7 @@ def test_what_is_there_is_not_played_again_and_what_was_cut_carries_on(tmp_path:
 
 
 def test_what_is_finished_is_shown_without_playing(tmp_path: Path) -> None:
-    with pytest.raises(FedAlloyError, match="no run of it is finished in .*; leave --no-play away"):
+    with pytest.raises(FedAlloyError, match=r"no run of it is finished in .*; leave --no-play away"):
         reproduce.reproduce("paper/table1", tmp_path, missing=False)
     with pytest.raises(FedAlloyError, match="always played"):
         reproduce.reproduce("ssf/matrix", tmp_path, missing=False)
