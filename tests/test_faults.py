@@ -1,13 +1,21 @@
 """Things that go wrong on the way: divergence, a full disk, damaged folders, processes that die."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from disk import disk_with
+from fedalloy import registry
+from fedalloy.alloy import Box, Mechanism, Oracle
+from fedalloy.client import Step
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
-from fedalloy.run import resume, start
+from fedalloy.federation import federate
+from fedalloy.run import resume, start, train
 from terminal import INLINE, QUICK, fedalloy, history, strict_json, summary, tree
 
 AT_ONCE = ("--lr", "1e10", "--engine", "inline", "--clients", "3", "--rounds", "5")
@@ -55,6 +63,28 @@ class TestDivergence:
         assert "FedAvg †" in said.out
         assert "some seed diverged" in " ".join(said.out.split())
         assert "FedProx †" in Path("c/report.html").read_text()
+
+
+@dataclass(frozen=True)
+class BlowsUp(Mechanism):
+    """One client's gradients are not finite in one round."""
+
+    client: int = 1
+    round: int = 2
+
+    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+        here = (step.client.id, step.client.round) == (self.client, self.round)
+        return oracle(step) * (torch.nan if here else 1.0)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "local", "fedper", "moon"])
+def test_a_client_that_blows_up_once_is_back_in_the_next_round(method: str) -> None:
+    """Its private state is that of the round before, so it is refused once and not for ever."""
+    federation = federate("digits", clients=3, seed=0)
+    settings: dict[str, Any] = {"rounds": 4, "engine": "inline", "lr": 0.05}
+    result = train(federation, method=registry.make(method) + BlowsUp(), **settings)
+    assert [[one["client"] for one in line["refused"]] for line in result.history] == [[], [1], [], []]
+    assert "not finite" in result.history[1]["refused"][0]["why"]
 
 
 class TestFullDisk:

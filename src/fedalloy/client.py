@@ -14,6 +14,7 @@ An evaluation takes the short way: mail ─► born (once) ─► load ─► ad
 global model: mail ─► tell.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -31,7 +32,7 @@ from fedalloy.nets.base import Net, Outputs
 from fedalloy.nets.chain import descend
 from fedalloy.random import generator
 from fedalloy.site import BATCHNORM, Frozen, Site, seeded
-from fedalloy.wire import Items, Mail, Reply
+from fedalloy.wire import Items, Mail, Reply, finite
 
 EVAL_BATCH = 512  # fixed: the bits of a convolution may depend on it
 AT_ONCE = 2**20  # a client with no more numbers than this has them prepared all at once
@@ -362,7 +363,7 @@ def client_round(
     seed: int,
     secret: int = 0,
 ) -> tuple[Reply, Items]:
-    """Train once on what the mail brought."""
+    """Train once on what the mail brought; a client that blows up keeps the state it came with."""
     began = time.perf_counter()
     client = Client(method, site, data, info, local, keep, mail, seed, secret)
     loss = client.train()
@@ -371,6 +372,8 @@ def client_round(
         notes = {name: v for name, v in client.examine().items() if isinstance(v, float)} if due else {}
         items = client.finish()
         kept = client.keep()
+    if not (math.isfinite(loss) and all(map(finite, (*items.values(), *kept.values())))):
+        kept = keep  # the server refuses such a reply; a state that is not finite would spoil all later ones
     for box in client.boxes.values():
         box.memo.clear()  # what holds the client would keep its vectors until a collector comes
     seconds = time.perf_counter() - began

@@ -121,7 +121,7 @@ def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str
             return f"{key} is {_short(value.dtype)}, declared {_short(spec.slot.dtype)}"
         if not spec.fits(tuple(value.shape)):
             return f"{key} has shape {tuple(value.shape)}, declared {spec.shape}"
-        if value.is_floating_point() and not _finite(value):
+        if value.is_floating_point() and not finite(value):
             return f"{key} is not finite"
     for key, spec in declared.items():
         if spec.slot.counts and (why := _class_refusal(reply, key, spec.slot)):
@@ -131,7 +131,7 @@ def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str
     return None
 
 
-def _finite(value: Tensor) -> bool:
+def finite(value: Tensor) -> bool:
     """Whether there is no NaN and no infinity; the sum tells at once, unless it overflows."""
     return math.isfinite(value.sum()) or bool(torch.isfinite(value).all())
 
