@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedalloy.data import (
     IID,
+    BalancedDirichlet,
     Dataset,
     Dirichlet,
     Domain,
@@ -37,6 +38,7 @@ skews = st.one_of(
     st.just(Domain()),
     st.builds(Dirichlet, st.floats(1e-300, 1e300)),
     st.builds(Dirichlet, st.floats(1e-3, 10)),
+    st.builds(BalancedDirichlet, st.floats(1, 100)),
     st.builds(Quantity, st.floats(1e-3, 10)),
     st.builds(Pathological, st.integers(1, 3)),
 )
@@ -48,7 +50,7 @@ def cases(draw: st.DrawFn) -> tuple[Dataset, int, Skew, int]:
     train, test = draw(st.integers(60, 300)), draw(st.integers(0, 80))
     data = dataset(train, test, classes, domains=3, seed=draw(st.integers(0, 50)))
     skew = draw(skews)
-    clients = draw(st.integers(3, 12))
+    clients = draw(st.integers(3, 4 if isinstance(skew, BalancedDirichlet) else 12))
     return data, clients, skew, draw(st.integers(0, 2**40))
 
 
@@ -178,6 +180,33 @@ def test_dirichlet_is_harsher_for_smaller_alpha_and_follows_its_law() -> None:
         assert found == pytest.approx((alpha + 1) / (20 * alpha + 1), rel=0.35)
 
 
+@pytest.mark.parametrize(("alpha", "clients"), [(1e-6, 4), (0.05, 10), (0.5, 10)])
+def test_a_balanced_deal_fills_nobody_who_has_enough(alpha: float, clients: int) -> None:
+    data = dataset(20_000, 0, 10)
+    counts = partition(data, clients, BalancedDirichlet(alpha), 0).counts(data)
+    full = counts.cumsum(1) - counts >= 20_000 / clients
+    assert (counts[full] <= 1).all()  # a cut may be off by one sample
+    assert (counts[full] == 0).any()
+    assert counts.sum(1).min() >= 10
+    assert counts.sum() == 20_000
+    plain = partition(data, clients, Dirichlet(alpha), 0).counts(data)
+    assert counts.sum(1).double().std() < plain.sum(1).double().std()
+
+
+def test_a_balanced_deal_leaves_every_first_class_as_dirichlet_does() -> None:
+    """Nobody is full before the first class, so its shares follow the same law."""
+    data = dataset(20_000, 0, 10)
+    found = [partition(data, 20, BalancedDirichlet(0.5), seed).counts(data)[:, 0] for seed in range(20)]
+    spread = [float((column / column.sum()).square().sum()) for column in found]
+    assert sum(spread) / 20 == pytest.approx(1.5 / 11, rel=0.25)  # (alpha + 1) / (20 alpha + 1)
+
+
+def test_a_balanced_deal_that_cannot_be_is_refused() -> None:
+    sentence = "some client always held fewer than 10 samples; .* type dirichlet:0.1"
+    with pytest.raises(FedAlloyError, match=sentence):
+        partition(dataset(100, 0, 3), 20, BalancedDirichlet(0.1), 0)
+
+
 def test_quantity_skews_sizes_and_not_classes() -> None:
     data = dataset(20_000, 0, 4)
     counts = partition(data, 10, Quantity(0.5), 1).counts(data)
@@ -189,7 +218,7 @@ def test_quantity_skews_sizes_and_not_classes() -> None:
 
 def test_seeds_differ() -> None:
     data = dataset(300, 60, 4)
-    for skew in (IID(), Dirichlet(0.5), Pathological(2), Quantity(1)):
+    for skew in (IID(), Dirichlet(0.5), BalancedDirichlet(0.5), Pathological(2), Quantity(1)):
         assert not same(partition(data, 5, skew, 0), partition(data, 5, skew, 1))
 
 
@@ -220,7 +249,16 @@ def test_text_and_back(skew: Skew) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["iid", "domain", "dirichlet:0.1", "dirichlet:1", "pathological:2", "quantity:0.5"]
+    "text",
+    [
+        "iid",
+        "domain",
+        "dirichlet:0.1",
+        "dirichlet:1",
+        "balanced-dirichlet:0.1",
+        "pathological:2",
+        "quantity:0.5",
+    ],
 )
 def test_text_is_kept(text: str) -> None:
     assert str(parse_skew(text)) == text
@@ -231,8 +269,10 @@ def test_text_is_kept(text: str) -> None:
     ("text", "sentence"),
     [
         ("dirichlt:0.1", "did you mean 'dirichlet'?"),
-        ("zzz", "there are: dirichlet, domain, iid, pathological, quantity"),
+        ("zzz", "there are: balanced-dirichlet, dirichlet, domain, iid, pathological, quantity"),
         ("dirichlet", "such as dirichlet:0.1"),
+        ("balanced-dirichlet", "such as balanced-dirichlet:0.1"),
+        ("balanced-dirichlet:0", "above 0"),
         ("dirichlet:x", "such as dirichlet:0.1"),
         ("dirichlet:-1", "above 0"),
         ("dirichlet:nan", "above 0"),

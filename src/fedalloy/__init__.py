@@ -3,7 +3,7 @@
 from fedalloy import methods
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy
 from fedalloy.config import Config
-from fedalloy.data import IID, Dataset, Dirichlet, Domain, Pathological, Quantity
+from fedalloy.data import IID, BalancedDirichlet, Dataset, Dirichlet, Domain, Pathological, Quantity
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.registry import make as method
@@ -17,6 +17,7 @@ __all__ = [
     "IID",
     "Alloy",
     "AlloyConflict",
+    "BalancedDirichlet",
     "Box",
     "Config",
     "Dataset",

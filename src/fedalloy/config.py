@@ -55,7 +55,7 @@ class Config(pydantic.BaseModel):
     skew: str = Field(
         default="dirichlet:0.1",
         description="How unlike the clients' data are: iid, dirichlet:ALPHA (small is harsh), "
-        "pathological:CLASSES, quantity:BETA or domain.",
+        "balanced-dirichlet:ALPHA, pathological:CLASSES, quantity:BETA or domain.",
     )
     test_share: Rest = Field(
         default=0.0, description="Share of its data that each client holds out for testing."

@@ -4,11 +4,21 @@ from fedalloy.data.batches import Augment, Prepare, parse_augment
 from fedalloy.data.catalogue import load
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.partition import Split, partition
-from fedalloy.data.skew import IID, Dirichlet, Domain, Pathological, Quantity, Skew, parse_skew
+from fedalloy.data.skew import (
+    IID,
+    BalancedDirichlet,
+    Dirichlet,
+    Domain,
+    Pathological,
+    Quantity,
+    Skew,
+    parse_skew,
+)
 
 __all__ = [
     "IID",
     "Augment",
+    "BalancedDirichlet",
     "Dataset",
     "Dirichlet",
     "Domain",

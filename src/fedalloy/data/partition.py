@@ -7,14 +7,19 @@ the samples of a group are then dealt in random order (`deal`). The local test s
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.deal import deal, ranks
-from fedalloy.data.skew import IID, Dirichlet, Domain, Pathological, Quantity, Skew
+from fedalloy.data.skew import IID, BalancedDirichlet, Dirichlet, Domain, Pathological, Quantity, Skew
 from fedalloy.errors import FedAlloyError
 from fedalloy.random import generator, seed_of
+
+Array = npt.NDArray[np.float64]
+LEAST = 10  # samples that a balanced deal leaves nobody without
+DRAWS = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +126,8 @@ def _quota(dataset: Dataset, samples: int, clients: int, skew: Skew, seed: int) 
             return together, _dirichlet(torch.tensor([samples]), clients, beta, seed)
         case Dirichlet(alpha):
             return y, _dirichlet(sizes, clients, alpha, seed)
+        case BalancedDirichlet(alpha):
+            return y, _balanced(sizes, clients, alpha, seed)
         case Pathological(classes_per_client):
             return y, _even(sizes, _holders(dataset, sizes, clients, classes_per_client, seed), seed)
         case Domain():
@@ -149,18 +156,47 @@ def _even(sizes: Tensor, held: Tensor, seed: int) -> Tensor:
 
 
 def _dirichlet(sizes: Tensor, clients: int, alpha: float, seed: int) -> Tensor:
-    """Each group cut where the running sum of shares ~ Dir(alpha) says; no sample is lost.
+    """Each group cut by shares ~ Dir(alpha)."""
+    draw = np.random.Generator(np.random.Philox(seed_of(seed, "partition", "dirichlet")))
+    return _cut(sizes, *_drawn(draw, (len(sizes), clients), alpha), alpha)
+
+
+def _balanced(sizes: Tensor, clients: int, alpha: float, seed: int) -> Tensor:
+    """The same, one group after the other: who holds an even share of all samples gets none of the next group.
+
+    Drawn anew until everybody holds `LEAST` samples.
+    """
+    draw = np.random.Generator(np.random.Philox(seed_of(seed, "partition", "balanced")))
+    even = float(sizes.sum()) / clients
+    for _ in range(DRAWS):
+        log_gamma, minus_log_u = _drawn(draw, (len(sizes), clients), alpha)
+        quota = torch.zeros(len(sizes), clients, dtype=torch.int64)
+        for group in range(len(sizes)):
+            one = slice(group, group + 1)
+            minus_log_u[one, (quota.sum(0) >= even).numpy()] = np.inf  # a share of 0
+            quota[one] = _cut(sizes[one], log_gamma[one], minus_log_u[one], alpha)
+        if quota.sum(0).min() >= LEAST:
+            return quota
+    raise FedAlloyError(
+        f"skew balanced-dirichlet:{alpha:g}: in {DRAWS} draws some client always held fewer than {LEAST} samples; "
+        f"take fewer clients or a larger alpha, or type dirichlet:{alpha:g}"
+    )
+
+
+def _drawn(draw: np.random.Generator, shape: tuple[int, int], alpha: float) -> tuple[Array, Array]:
+    """What shares ~ Dir(alpha) are made of: log Gamma(alpha + 1) and -log U."""
+    return np.log(draw.standard_gamma(alpha + 1, shape)), draw.standard_exponential(shape)
+
+
+def _cut(sizes: Tensor, log_gamma: Array, minus_log_u: Array, alpha: float) -> Tensor:
+    """Each group cut where the running sum of its shares says; no sample is lost.
 
     Shares are softmax(log G) with G ~ Gamma(alpha) = Gamma(alpha + 1) U^(1 / alpha), which neither underflows
     for tiny alpha nor overflows for huge ones.
     """
-    draw = np.random.Generator(np.random.Philox(seed_of(seed, "partition", "dirichlet")))
-    shape = (len(sizes), clients)
-    log_gamma = np.log(draw.standard_gamma(alpha + 1, shape))
-    minus_log_u = draw.standard_exponential(shape)
     with np.errstate(over="ignore"):  # a share of exp(-inf) = 0 is right
-        log_gamma -= (minus_log_u - minus_log_u.min(1, keepdims=True)) / alpha
-    share = torch.from_numpy(log_gamma).softmax(1)
+        log_share = log_gamma - (minus_log_u - minus_log_u.min(1, keepdims=True)) / alpha
+    share = torch.from_numpy(log_share).softmax(1)
     cuts = (share.cumsum(1) * sizes[:, None]).floor().long().minimum(sizes[:, None])
     cuts[:, -1] = sizes
     return cuts.diff(dim=1, prepend=torch.zeros(len(sizes), 1, dtype=torch.int64))

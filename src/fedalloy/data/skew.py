@@ -17,7 +17,7 @@ class IID:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Label skew: per class, the clients' shares are drawn from Dir(alpha) (NIID-Bench); small is harsh."""
+    """Label skew: per class, the clients' shares are drawn from Dir(alpha); small is harsh."""
 
     alpha: float
 
@@ -26,6 +26,22 @@ class Dirichlet:
 
     def __str__(self) -> str:
         return f"dirichlet:{_plain(self.alpha)}"
+
+
+@dataclass(frozen=True)
+class BalancedDirichlet:
+    """Dirichlet class by class, but who holds an even share of all samples gets none of the next class.
+
+    The rule of the code behind NIID-Bench and MOON, which many papers deal with and call Dirichlet.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        _positive("balanced-dirichlet", "alpha", self.alpha)
+
+    def __str__(self) -> str:
+        return f"balanced-dirichlet:{_plain(self.alpha)}"
 
 
 @dataclass(frozen=True)
@@ -66,11 +82,15 @@ class Quantity:
         return f"quantity:{_plain(self.beta)}"
 
 
-Skew = IID | Dirichlet | Pathological | Domain | Quantity
+Skew = IID | Dirichlet | BalancedDirichlet | Pathological | Domain | Quantity
 
 _PLAIN: dict[str, Callable[[], Skew]] = {"iid": IID, "domain": Domain}
 _WITH_NUMBER: dict[str, tuple[Callable[[str], Skew], str]] = {
     "dirichlet": (lambda number: Dirichlet(float(number)), "a number such as dirichlet:0.1"),
+    "balanced-dirichlet": (
+        lambda number: BalancedDirichlet(float(number)),
+        "a number such as balanced-dirichlet:0.1",
+    ),
     "pathological": (lambda number: Pathological(int(number)), "a whole number such as pathological:2"),
     "quantity": (lambda number: Quantity(float(number)), "a number such as quantity:0.5"),
 }
