@@ -273,3 +273,9 @@ def test_the_list_says_what_each_item_takes(monkeypatch: pytest.MonkeyPatch) -> 
     few = alone.model_copy(update={"eval_clients": 5})
     unseen = alone.model_copy(update={"personal_on_global": False})
     assert costs.run_seconds(alone) > 10 * costs.run_seconds(few) > 20 * costs.run_seconds(unseen)
+    half = {
+        method: one.model_copy(update={"method": method, "participation": 0.5, "personal_on_global": False})
+        for method in ("fedavg", "local", "local(participation_applies=true)")
+    }
+    fedavg, local, sampled = map(costs.run_seconds, half.values())
+    assert local > 1.5 * fedavg == 1.5 * sampled  # everybody trains alone in every round

@@ -34,16 +34,18 @@ DATA: dict[str, tuple[int, int, Inputs]] = {
 def run_seconds(config: Config) -> float:
     """Of one run with all its workers."""
     train, test, inputs = DATA[config.data]
+    method = registry.make(config.method)
+    participation = 1.0 if method.everyone else config.participation
     whole = min(config.limit or train, train)
     held = whole * (1 - config.test_share)
-    asked = max(1.0, config.clients * config.participation)
-    a_round = held * config.participation * config.epochs
+    asked = max(1.0, config.clients * participation)
+    a_round = held * participation * config.epochs
     if config.steps is not None:
         a_round = min(a_round, asked * config.steps * config.batch)
     trained = a_round * config.rounds * PASSES.get(_name(config.method), 1.0)
     evaluations = config.rounds / config.eval_every
     tried = (test + whole - held) * evaluations
-    if config.personal_on_global and registry.make(config.method).personal:
+    if config.personal_on_global and method.personal:
         tried += test * min(config.clients, config.eval_clients or config.clients) * evaluations
     each = [step_seconds(model, inputs) for model in config.architectures]
     return (trained + FORWARD * tried) * sum(each) / len(each) / config.processes
