@@ -372,7 +372,7 @@ def client_round(
         notes = {name: v for name, v in client.examine().items() if isinstance(v, float)} if due else {}
         items = client.finish()
         kept = client.keep()
-    if not (math.isfinite(loss) and all(map(finite, (*items.values(), *kept.values())))):
+    if kept and not (math.isfinite(loss) and all(map(finite, (*items.values(), *kept.values())))):
         kept = keep  # the server refuses such a reply; a state that is not finite would spoil all later ones
     for box in client.boxes.values():
         box.memo.clear()  # what holds the client would keep its vectors until a collector comes
