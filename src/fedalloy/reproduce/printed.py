@@ -21,10 +21,8 @@ from fedalloy.report.tables import Cell as Printed
 from fedalloy.report.tables import Table, to_latex
 from fedalloy.reproduce.grid import Cell, Grid, Judge, Measure, Scale, place
 
-LEGEND = (
-    "Ours: mean ± standard deviation over seeds; in brackets the paper's number and how far ours is from it. "
-    "Best bold, second underlined."
-)
+OURS, MARKED = "Ours: mean ± standard deviation over seeds", "Best bold, second underlined."
+BESIDE = "; in brackets the paper's number and how far ours is from it"
 
 JUDGED: Mapping[Judge, str] = {
     "final": "Accuracies are those of the last round, whatever is said below.",
@@ -174,7 +172,8 @@ def _notes(asked: Asked, grid: Grid, have: Sequence[Found]) -> tuple[str, ...]:
     wanted = max(len(one.cell.configs) for one in have)
     seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
     size = f"Scale {asked.scale}: {_setting(asked, grid)}. Seeds: {seeds} of {wanted}."
-    return (LEGEND, *([JUDGED[asked.judge]] if asked.judge else []), size, *grid.notes)
+    beside = BESIDE if any(number is not None for one in have for number in one.cell.paper) else ""
+    return (f"{OURS}{beside}. {MARKED}", *([JUDGED[asked.judge]] if asked.judge else []), size, *grid.notes)
 
 
 def _facts(grid: Grid, one: Found) -> dict[str, Any]:
