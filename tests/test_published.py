@@ -15,11 +15,6 @@ PUBLISHED = Path(__file__).parents[1] / "docs" / "reproduction"
 RUNS = PUBLISHED / "runs"
 TABLES = sorted(PUBLISHED.glob("*/table.md"))
 WITHOUT_RUNS = {  # whose runs were not kept
-    "fedblade-fig5-cpu",
-    "fedblade-table1-cpu",
-    "fedblade-table2-cpu",
-    "fedblade-table3-cpu",
-    "fedblade-table5-cpu",
     "feddw-table1-cpu",
     "fedsce-table2-cpu",
     "fedsce-table2-resnets",
