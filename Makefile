@@ -8,7 +8,7 @@ CHECKED := src tests examples benchmarks
 .DEFAULT_GOAL := help
 # Hundreds of processes start in the tests: what Python compiles for one serves the next.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup run test deployment check format bench docs clean
+.PHONY: help setup run test fuzz deployment check format bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
@@ -27,6 +27,9 @@ run: $(STAMP) ## compare methods on embedded data, offline; prints a table and t
 
 test: $(STAMP) ## run all tests (browser tests where a browser is found)
 	$(BIN)/pytest -q -n 3 --dist loadgroup --durations 15
+
+fuzz: $(STAMP) ## try what is generated many times over, drawn anew: hours, if you let it
+	FEDALLOY_FUZZ=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m 'fuzz or hypothesis' --timeout 7200
 
 deployment: $(STAMP) ## run the tests of a real federation, those that take minutes too
 	FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import fuzzing  # noqa: F401  which profile hypothesis takes
+
 ROOM = 4 * 2**30  # bytes; a whole session of tests leaves about a tenth of it
 MEMORY = Path("/dev/shm")
 

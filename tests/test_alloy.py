@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from fedalloy.run import one_thread
 from fedalloy.server import Server
 from fedalloy.site import Site
 from fedalloy.wire import Items, Slot
+from fuzzing import examples
 
 FED = federate("digits", clients=3, skew="iid", seed=0)
 LOCAL = Local(batch=256, epochs=2, lr=0.05)
@@ -493,7 +494,7 @@ words = st.sampled_from([*registry.RECIPES, *PARTS, *SCRAPS.split(), " ", "\n"])
 no_import = st.text(st.characters(exclude_characters=":"), max_size=30)  # a colon means: import this module
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(words, max_size=14).map("".join) | no_import)
 @example("fedprox(mu=1e+2, local_epochs=(1, 2))+projector")
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
@@ -524,7 +525,7 @@ addons = st.builds(
 ) | st.sampled_from(["projector(width=7)", "contrast", "stragglers(epochs=(1, 2))"])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(calls, st.lists(addons, max_size=2))
 def test_the_canonical_expression_makes_the_same_method(call: str, more: list[str]) -> None:
     try:

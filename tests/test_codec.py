@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from fedalloy.run import Setup
 from fedalloy.server import Fold, Server
 from fedalloy.site import Site
 from fedalloy.wire import MOST_SAMPLES, Items, Reply, Slot, bytes_of, refusal
+from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)
 MLP = "mlp(hidden=16)"
@@ -431,7 +432,7 @@ def test_a_client_without_any_class_sends_no_row() -> None:
     assert refusal(held_reply(1, counts(), rows=1), declared, weighed=True)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=10, max_size=10), min_size=1, max_size=4))
 def test_held_rows_fold_like_full_ones(held: list[list[int]]) -> None:
     """class_mean of ("held", ...) rows equals that of rows for every class."""

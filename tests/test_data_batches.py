@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedalloy.data import Augment, Dataset, Prepare, parse_augment
 from fedalloy.errors import FedAlloyError
+from fuzzing import examples
 
 
 def images(batch: int = 16, side: int = 6) -> Tensor:
@@ -54,7 +55,7 @@ def test_without_statistics_pixels_are_scaled_to_one() -> None:
     torch.testing.assert_close(Prepare("image")(images()), images().float() / 255)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 3), st.booleans(), st.integers(0, 10_000))
 def test_augmented_images_are_shifted_and_mirrored_originals(crop: int, flip: bool, seed: int) -> None:
     data = dataset(images(8), "image")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fedalloy.data import (
@@ -21,6 +21,7 @@ from fedalloy.data import (
     partition,
 )
 from fedalloy.errors import FedAlloyError
+from fuzzing import examples
 
 
 def dataset(train: int, test: int, classes: int, domains: int = 0, seed: int = 0) -> Dataset:
@@ -82,7 +83,7 @@ def check_form(data: Dataset, split: Split, clients: int) -> None:
         assert set(split.global_test[owner == client].tolist()) == mine
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(cases())
 def test_laws_with_the_global_test_set_dealt(case: tuple[Dataset, int, Skew, int]) -> None:
     data, clients, skew, seed = case
@@ -107,7 +108,7 @@ def test_laws_with_the_global_test_set_dealt(case: tuple[Dataset, int, Skew, int
             assert (got[held == 0] == 0).all()
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(cases(), st.floats(0.01, 0.99))
 def test_laws_with_a_share_held_out(case: tuple[Dataset, int, Skew, int], share: float) -> None:
     data, clients, skew, seed = case
@@ -128,7 +129,7 @@ def test_laws_with_a_share_held_out(case: tuple[Dataset, int, Skew, int], share:
         assert (split.owner_of_test == -1).all()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(2, 12), st.integers(1, 12), st.integers(1, 30), st.integers(0, 1000))
 def test_pathological(classes: int, wanted: int, clients: int, seed: int) -> None:
     assume(wanted <= classes)

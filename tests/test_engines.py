@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from fedalloy.site import Sites
 from fedalloy.storage import Vault
 from fedalloy.wire import Items, Mail, Reply
 from fedalloy.workshop import Workshop, tiny_is_zero
+from fuzzing import examples
 
 FED = federate("digits", clients=5, skew="dirichlet:0.5", seed=0)
 CLIENTS = list(range(5))
@@ -470,7 +471,7 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.lists(items(), max_size=4))
 def test_what_was_put_comes_out(batches: list[dict[str, Tensor]]) -> None:
     arena = Arena()

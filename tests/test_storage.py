@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disk import disk_with
@@ -21,6 +21,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.folder import RunFolder
 from fedalloy.run import Result, resume, start
 from fedalloy.storage import Vault, append_line, fingerprint, write_whole
+from fuzzing import examples
 from terminal import save_npz, tree
 
 CONFIG = Config.of(
@@ -166,7 +167,7 @@ def test_rewind_forgets_later_rounds_and_leftovers(tmp_path: Path) -> None:
 rounds = st.integers(1, 12)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(played=st.sets(rounds), every=st.integers(1, 4), killed=rounds)
 def test_any_resume_finds_its_state(
     tmp_path_factory: pytest.TempPathFactory, played: set[int], every: int, killed: int

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from fedalloy.registry import make
 from fedalloy.server import Fold, Server, in_order
 from fedalloy.site import Site
 from fedalloy.wire import MOST_SAMPLES, Items, Reply, Slot, Spec, bytes_of, diverged, dump, refusal, restore
+from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)
 DTYPES = [
@@ -77,7 +78,7 @@ facts_of = st.dictionaries(
 )
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.dictionaries(keys, tensors(), max_size=5), facts_of)
 def test_round_trip(items: Items, facts: dict[str, object]) -> None:
     blob = dump(items, facts)
@@ -87,7 +88,7 @@ def test_round_trip(items: Items, facts: dict[str, object]) -> None:
     assert dump(dict(reversed(items.items())), dict(reversed(facts.items()))) == blob
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.dictionaries(keys, tensors(), max_size=5))
 def test_bytes_are_those_of_the_tensors(items: Items) -> None:
     assert bytes_of(items) == {key: len(bits(value)) for key, value in items.items()}
@@ -103,14 +104,14 @@ def test_a_parameter_can_be_dumped() -> None:
     assert_same(restore(dump({"w": torch.nn.Parameter(torch.ones(2))}))[0], {"w": torch.ones(2)})
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=200))
 def test_noise_is_refused_with_a_sentence(blob: bytes) -> None:
     with pytest.raises(FedAlloyError, match="not a FedAlloy message"):
         restore(blob)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_damage_is_refused_or_leaves_a_message(data: st.DataObject) -> None:
     blob = bytearray(dump({"a": torch.arange(4.0), "b": torch.zeros(2, 2)}, {"round": 3}))
@@ -249,7 +250,7 @@ def _impossible(counts: Tensor, draw: st.DrawFn) -> Tensor:
     return counts
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(hostile())
 def test_hostile_replies_are_refused_and_named(bad: Reply) -> None:
     assert refusal(bad, DECLARED, weighed=True)
@@ -262,7 +263,7 @@ def test_hostile_replies_are_refused_and_named(bad: Reply) -> None:
     assert_same(both.state(), alone.state())
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.integers(0, 4), st.integers(0, 99), st.sampled_from([1, 77, MOST_SAMPLES]))
 def test_good_replies_are_accepted(client: int, seed: int, samples: int) -> None:
     assert refusal(reply_of(client, seed, samples), DECLARED, weighed=True) is None
@@ -360,7 +361,7 @@ def stack(replies: Sequence[Reply], name: str) -> "np.ndarray[Any, np.dtype[Any]
     return np.stack([reply.items[f"_means.{name}"].numpy() for reply in replies])
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.integers(1, 6), st.integers(0, 50), st.sets(st.integers(0, 9), max_size=10))
 def test_fold_is_what_numpy_says(clients: int, seed: int, absent: set[int]) -> None:
     replies = [
@@ -407,7 +408,7 @@ def test_replies_are_not_changed_by_folding() -> None:
         assert_same(reply.items, reply_of(client).items)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.permutations(range(5)))
 def test_the_order_of_arrival_does_not_matter(order: list[int]) -> None:
     ahead, shuffled = server_of(), server_of()

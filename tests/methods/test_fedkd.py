@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from laboratory import BATCHNORM, MLP, Lab, batches, by_class, digits, far, run, shards
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from fedalloy.registry import make
 from fedalloy.run import Setup
 from fedalloy.site import Site
 from fedalloy.wire import bytes_of
+from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
 MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18(width=0.25)", "vit-tiny")
@@ -65,7 +66,7 @@ def low_rank(site: Site, seed: int = 0) -> Tensor:
 # The codec
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 12), st.floats(0.3, 1.0), st.integers(0, 1000))
 def test_a_matrix_is_cut_at_its_energy(P: int, Q: int, rank: int, energy: float, seed: int) -> None:
     """Check: relative squared error <= 1 - T, by the smallest k that does it, full rank and zero included."""
