@@ -4,6 +4,7 @@ from fedalloy.data.batches import Augment, Prepare, parse_augment
 from fedalloy.data.catalogue import load
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.partition import Split, partition
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.data.skew import (
     IID,
     BalancedDirichlet,
@@ -24,6 +25,7 @@ __all__ = [
     "Domain",
     "Pathological",
     "Prepare",
+    "Preprocessing",
     "Quantity",
     "Skew",
     "Split",

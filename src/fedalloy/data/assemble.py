@@ -1,5 +1,7 @@
 """From what a reader found to a checked `Dataset`: labels, test split, samples, normalisation."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,44 +9,93 @@ from torch import Tensor
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.deal import ranks
 from fedalloy.data.labels import encode
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.data.raw import Array, Part, Raw
-from fedalloy.data.text import tokenise
+from fedalloy.data.text import numbered, vocabulary_of
+from fedalloy.data.totals import CHUNK, Stats, Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Kind
 from fedalloy.random import generator
 
-Stats = tuple[tuple[float, ...], tuple[float, ...]]
-
 TEST_SHARE = 0.2  # held out of data that come without a test set
-CHUNK = 4096  # samples converted at a time, so that no float copy of a whole image set is made
 
 _CIFAR: Stats = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 KNOWN: dict[str, Stats] = {"cifar10": _CIFAR, "cifar100": _CIFAR, "mnist": ((0.1307,), (0.3081,))}
 
 
-def assemble(name: str, raw: Raw, class_names: tuple[str, ...] = ()) -> Dataset:
+def assemble(
+    name: str, raw: Raw, class_names: tuple[str, ...] = (), agreed: Preprocessing | None = None
+) -> Dataset:
     """Check everything, hold out a test set if there is none, and normalise.
 
-    With `class_names` labels are numbers or names of these classes, of which the data may lack some.
+    With `class_names` labels are numbers or names of these classes, of which the data may lack some. With an agreed
+    preprocessing nothing is derived from these data: they fit it or are refused.
     """
-    raw, classes = encode(name, raw, class_names)
+    raw, classes = encode(name, raw, agreed.class_names if agreed else class_names)
+    raw = with_columns(name, raw, agreed.feature_names) if agreed else raw
     train, test = (raw.train, raw.test) if raw.test is not None else _hold_out(name, raw.train)
     y = torch.from_numpy(np.concatenate([train.y, test.y]))
     domain = None
     if train.domain is not None and test.domain is not None:
         domain = torch.from_numpy(np.concatenate([train.domain, test.domain]))
+    words: tuple[str, ...] = ()
+    if train.x.dtype == object:
+        words, length = (
+            (agreed.vocabulary, agreed.shape[0]) if agreed else (vocabulary_of(train.x.tolist()), None)
+        )
+        both = numbered([*train.x.tolist(), *test.x.tolist()], words, length)
+        train, test = replace(train, x=both[: len(train.y)]), replace(test, x=both[len(train.y) :])
     kind, x, vocab = _samples(name, train.x, test.x)
-    mean, std = _normalisation(name, kind, x[: len(train.y)])
-    return Dataset(
-        name, x, y, len(train.y), kind, classes, raw.class_names, domain, raw.domain_names, mean, std, vocab
+    vocab = len(words) + 2 if words else vocab
+    mean, std = (agreed.mean, agreed.std) if agreed else _normalisation(name, kind, x[: len(train.y)])
+    features = raw.feature_names if kind == "vector" else ()
+    made = Dataset(
+        name, x, y, len(train.y), kind, classes, raw.class_names, domain, raw.domain_names, mean, std, vocab,
+        words, features,
+    )  # fmt: skip
+    return fitted(made, agreed) if agreed else made
+
+
+def with_columns(name: str, raw: Raw, agreed: tuple[str, ...]) -> Raw:
+    """The same table with its columns in the agreed order; samples without names of columns stay as they are."""
+    found = raw.feature_names
+    if not found or not agreed or found == agreed:
+        return raw
+    if strange := sorted(set(found) ^ set(agreed)):
+        what = "lacks" if strange[0] in agreed else "has"
+        raise FedAlloyError(
+            f"{name} {what} column {strange[0]!r}; the columns agreed on are {', '.join(agreed[:20])}"
+        )
+    order = [found.index(column) for column in agreed]
+    train, *test = (replace(part, x=part.x[:, order]) for part in raw.parts)
+    return replace(raw, train=train, test=test[0] if test else None, feature_names=agreed)
+
+
+def fitted(dataset: Dataset, agreed: Preprocessing) -> Dataset:
+    """The data set under what was agreed; an error that says where the two differ."""
+    found = dataset.preprocessing
+    if (found.kind, found.shape, found.classes) != (agreed.kind, agreed.shape, agreed.classes):
+        raise FedAlloyError(
+            f"{dataset.name} holds samples of kind {found.kind} and shape {found.shape} in {found.classes} classes; "
+            f"agreed on are {agreed.kind}, {agreed.shape} and {agreed.classes}"
+        )
+    if found.vocab > agreed.vocab:
+        raise FedAlloyError(
+            f"{dataset.name} holds token {found.vocab - 1}; the ids agreed on end at {agreed.vocab - 1}"
+        )
+    return replace(
+        dataset,
+        class_names=agreed.class_names,
+        mean=agreed.mean,
+        std=agreed.std,
+        vocab=agreed.vocab,
+        vocabulary=agreed.vocabulary,
+        feature_names=agreed.feature_names,
     )
 
 
 def _samples(name: str, train: Array, test: Array) -> tuple[Kind, Tensor, int]:
-    """What the samples are, both parts in one tensor, and the size of the vocabulary."""
-    if train.dtype == object:
-        train, test, vocab = tokenise(train.tolist(), test.tolist())
-        return "tokens", _tokens(name, train, test), vocab
+    """What the samples are, both parts in one tensor, and how many token ids there are."""
     _check_alike(name, train, test)
     axes, number = train.ndim, train.dtype.kind
     if axes == 2 and number in "iu":
@@ -64,35 +115,14 @@ def _samples(name: str, train: Array, test: Array) -> tuple[Kind, Tensor, int]:
 def _normalisation(name: str, kind: Kind, train: Tensor) -> Stats:
     if kind == "tokens":
         return (), ()
-    if kind == "vector":
-        return vector_stats(train)
-    known = KNOWN.get(name, ((), ()))
-    return known if len(known[0]) == train.shape[1] else image_stats(train)
+    known = known_stats(name, kind, train.shape[1])
+    return known or Totals.of(kind, train).stats()
 
 
-def image_stats(x: Tensor) -> Stats:
-    """Mean and standard deviation per channel of uint8 images scaled to [0, 1]: exact, from the histogram."""
-    counts = torch.zeros(x.shape[1], 256, dtype=torch.int64)
-    for chunk in torch.split(x, CHUNK):
-        for channel, count in enumerate(counts):
-            count += chunk[:, channel].flatten().bincount(minlength=256)
-    share = counts.double() / counts.sum(1, keepdim=True)
-    level = torch.arange(256, dtype=torch.float64) / 255
-    mean = share @ level
-    variance = (share * (level - mean[:, None]).square()).sum(1)
-    return _stats(mean, variance)
-
-
-def vector_stats(x: Tensor) -> Stats:
-    """Mean and standard deviation per entry, in float64."""
-    variance, mean = torch.var_mean(x.double(), dim=0, correction=0)
-    return _stats(mean, variance)
-
-
-def _stats(mean: Tensor, variance: Tensor) -> Stats:
-    std = variance.sqrt()
-    constant = std <= 1e-7 * mean.abs()  # below float32's resolution: dividing would only blow up rounding
-    return tuple(mean.tolist()), tuple(std.masked_fill(constant, 1.0).tolist())
+def known_stats(name: str, kind: Kind, channels: int) -> Stats | None:
+    """Those that everybody uses for the images of this name."""
+    known = KNOWN.get(name)
+    return known if known and kind == "image" and len(known[0]) == channels else None
 
 
 def _hold_out(name: str, whole: Part) -> tuple[Part, Part]:

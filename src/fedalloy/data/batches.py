@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedalloy.data.dataset import Dataset
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.nets.base import Kind
 
@@ -71,19 +72,19 @@ class Prepare:
     flip: bool = False
 
     @staticmethod
-    def of(dataset: Dataset, augment: Augment = UNCHANGED) -> Prepare:
-        """For the samples of this data set."""
+    def of(data: Dataset | Preprocessing, augment: Augment = UNCHANGED) -> Prepare:
+        """For the samples of this data set, or any that are to be prepared alike."""
+        agreed = data.preprocessing if isinstance(data, Dataset) else data
         if augment != UNCHANGED:
-            if dataset.kind != "image":
-                raise FedAlloyError(
-                    f"{augment} is for images; data set {dataset.name!r} holds {dataset.kind}"
-                )
-            side = min(dataset.x.shape[2:])
+            if agreed.kind != "image":
+                title = f"data set {data.name!r}" if isinstance(data, Dataset) else "this data set"
+                raise FedAlloyError(f"{augment} is for images; {title} holds {agreed.kind}")
+            side = min(agreed.shape[1:])
             if augment.crop >= side:
                 raise FedAlloyError(
                     f"crop:{augment.crop} is too much for images of side {side}; take less than {side}"
                 )
-        return Prepare(dataset.kind, dataset.mean, dataset.std, augment.crop, augment.flip)
+        return Prepare(agreed.kind, agreed.mean, agreed.std, augment.crop, augment.flip)
 
     @property
     def augments(self) -> bool:

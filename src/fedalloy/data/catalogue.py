@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from fedalloy.data.arrays import read_npz
-from fedalloy.data.assemble import assemble
+from fedalloy.data.assemble import assemble, fitted
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.domains import join
 from fedalloy.data.hub import read_hub
 from fedalloy.data.images import read_folder
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.data.raw import Part, Raw
 from fedalloy.data.table import read_csv, read_parquet
 from fedalloy.errors import FedAlloyError
@@ -40,28 +41,37 @@ JOINED = {
 }
 
 
-def load(name: str, root: Path | None = None, class_names: tuple[str, ...] = ()) -> Dataset:
+def load(
+    name: str,
+    root: Path | None = None,
+    class_names: tuple[str, ...] = (),
+    agreed: Preprocessing | None = None,
+) -> Dataset:
     """The data set of this name; with `class_names` it may hold samples of only some classes of a federation.
+
+    With an agreed preprocessing it is normalised and numbered as that says, whatever it holds.
 
     `digits` is always there; `digit5`, `office10` and `a+b+c` join sets as domains; `hf:NAME` is a Hugging
     Face data set; any other name is ROOT/NAME.npz, else a folder ROOT/NAME of images, else ROOT/NAME.csv,
     else ROOT/NAME.parquet.
     """
     if name == "digits":
-        return assemble(name, _digits(), class_names)
+        return assemble(name, _digits(), class_names, agreed)
     if name in JOINED and not (root and _path(name, root)):
         domains = JOINED[name]
         members = _present(name, domains.members, _checked(name, root))
-        return join(name, [load(member, root, class_names) for member in members], domains.side)
+        joined = join(name, [load(member, root, class_names) for member in members], domains.side)
+        return fitted(joined, agreed) if agreed else joined
     if "+" in name:
-        return join(name, [load(member.strip(), root, class_names) for member in name.split("+")])
+        joined = join(name, [load(member.strip(), root, class_names) for member in name.split("+")])
+        return fitted(joined, agreed) if agreed else joined
     if name.startswith("hf:"):
-        return assemble(name, read_hub(name.removeprefix("hf:"), root), class_names)
+        return assemble(name, read_hub(name.removeprefix("hf:"), root), class_names, agreed)
     root = _checked(name, root)
     path = _path(name, root)
     if path is None:
         raise _missing(name, [name], root)
-    return assemble(name, READERS["" if path.is_dir() else path.suffix](path), class_names)
+    return assemble(name, READERS["" if path.is_dir() else path.suffix](path), class_names, agreed)
 
 
 @cache  # it is kept as text, which takes a while to read

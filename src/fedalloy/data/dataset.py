@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.nets.base import Inputs, Kind
 from fedalloy.random import generator
@@ -30,11 +31,28 @@ class Dataset:
     )  # per channel, of pixels scaled to [0, 1]; or per vector entry
     std: tuple[float, ...] = field(default=())
     vocab: int = 0
+    vocabulary: tuple[str, ...] = ()  # texts: the words that have numbers, from 2 on
+    feature_names: tuple[str, ...] = ()  # tables: the columns
 
     @property
     def inputs(self) -> Inputs:
         """What a net is sized by."""
-        return Inputs(self.kind, tuple(self.x.shape[1:]), self.classes, self.vocab)
+        return self.preprocessing.inputs
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How these samples become what a net takes."""
+        return Preprocessing(
+            self.kind,
+            tuple(self.x.shape[1:]),
+            self.classes,
+            self.class_names,
+            self.mean,
+            self.std,
+            self.vocab,
+            self.vocabulary,
+            self.feature_names,
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from fedalloy.data.assemble import CHUNK, image_stats, vector_stats
 from fedalloy.data.dataset import Dataset
+from fedalloy.data.totals import CHUNK, Totals
 from fedalloy.errors import FedAlloyError
 
 
@@ -30,10 +30,12 @@ def join(name: str, parts: Sequence[Dataset], side: int | None = None) -> Datase
         if len({part.x.shape[1] for part in parts}) > 1:
             widths = ", ".join(f"{part.name} {part.x.shape[1]}" for part in parts)
             raise FedAlloyError(f"{name}: the vectors differ in width ({widths})")
+        if len({part.feature_names for part in parts if part.feature_names}) > 1:
+            raise FedAlloyError(f"{name}: the tables differ in the names or the order of their columns")
         xs = [part.x for part in parts]
     x = _interleave(xs, parts)
     train = sum(part.train for part in parts)
-    mean, std = (image_stats if first.kind == "image" else vector_stats)(x[:train])
+    mean, std = Totals.of(first.kind, x[:train]).stats()
     return Dataset(
         name,
         x,
@@ -46,6 +48,7 @@ def join(name: str, parts: Sequence[Dataset], side: int | None = None) -> Datase
         tuple(part.name for part in parts),
         mean,
         std,
+        feature_names=next((part.feature_names for part in parts if part.feature_names), ()),
     )
 
 

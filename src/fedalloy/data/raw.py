@@ -36,6 +36,7 @@ class Raw:
     test: Part | None = None
     class_names: tuple[str, ...] = ()
     domain_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()  # columns of a table of numbers
 
     @property
     def parts(self) -> tuple[Part, ...]:

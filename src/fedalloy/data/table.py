@@ -8,7 +8,7 @@ import csv
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def _raw(path: Path, roles: _Roles, features: Array, words: dict[str, list[str]]
                 "infinite; fill it or drop the row"
             )
     test = _is_test(path, words[roles.split]) if roles.split else None
-    return divided(Part(x, label_array(labels)), test)
+    return replace(divided(Part(x, label_array(labels)), test), feature_names=roles.features)
 
 
 def label_array(words: Sequence[str]) -> Array:

@@ -15,16 +15,20 @@ UNKNOWN = 1
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
-def tokenise(train: Sequence[str], test: Sequence[str]) -> tuple[Array, Array, int]:
-    """Word numbers of both parts, as wide as the longest text, and the size of the vocabulary."""
-    counts = Counter(word for text in train for word in _words(text))
-    common = sorted(counts, key=lambda word: (-counts[word], word))[:VOCABULARY]
-    number = {word: position for position, word in enumerate(common, start=2)}
-    rows = [_numbers(text, number) for texts in (train, test) for text in texts]
-    x = np.zeros((len(rows), max(map(len, rows))), np.int32)
+def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
+    """The most frequent words, by how often they occur, then by the alphabet."""
+    counts = Counter(word for text in texts for word in _words(text))
+    return tuple(sorted(counts, key=lambda word: (-counts[word], word))[:VOCABULARY])
+
+
+def numbered(texts: Iterable[str], vocabulary: Sequence[str], length: int | None = None) -> Array:
+    """Word numbers, a row for each text: as wide as the longest one, or `length` wide."""
+    number = {word: position for position, word in enumerate(vocabulary, start=2)}
+    rows = [_numbers(text, number) for text in texts]
+    x = np.zeros((len(rows), length or max(map(len, rows))), np.int32)
     for row, numbers in zip(x, rows, strict=True):
-        row[: len(numbers)] = numbers
-    return x[: len(train)], x[len(train) :], len(common) + 2
+        row[: len(numbers)] = numbers[: len(row)]
+    return x
 
 
 def _words(text: str) -> Iterable[str]:
