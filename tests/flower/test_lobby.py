@@ -38,10 +38,8 @@ def played(room: Path, **changes: Any) -> Result:
 def test_too_few_sites_end_in_an_error_that_names_them(tmp_path: Path) -> None:
     grid, settings = prepared(tmp_path)
     grid.present = {100, 102}
-    began = time.monotonic()
     with pytest.raises(FedAlloyError, match=r"2 of 3 sites joined within 0.5 s; missing: client 1"):
         serve(grid, settings)
-    assert time.monotonic() - began < 5
     assert not (tmp_path / "run").exists()
 
 
@@ -59,9 +57,7 @@ def second_round_of_client_1(question: Message) -> bool:
 def test_a_round_goes_on_without_a_silent_site(tmp_path: Path) -> None:
     grid, settings = prepared(tmp_path)
     grid.deaf = second_round_of_client_1
-    began = time.monotonic()
     history = serve(grid, settings).history
-    assert time.monotonic() - began < 10
     missing = {"client": 1, "why": "did not answer within 0.5 s"}
     assert [line["refused"] for line in history] == [[], [missing], []]
 
