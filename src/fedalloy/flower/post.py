@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -39,8 +39,10 @@ class Guest:
 class Lobby:
     """Who is there: nodes say which client they are, how much they hold and what their samples look like."""
 
-    def __init__(self, grid: Grid, clients: int) -> None:
-        self.grid, self.clients = grid, clients
+    def __init__(
+        self, grid: Grid, clients: int, roster: Callable[[], dict[int, int] | None] = lambda: None
+    ) -> None:
+        self.grid, self.clients, self.roster = grid, clients, roster
         self.guests: dict[int, Guest] = {}
         self.turned_away: dict[int, str] = {}  # by node
         self._asked: dict[str, int] = {}  # message: node
@@ -61,6 +63,7 @@ class Lobby:
 
     def look(self) -> None:
         """Greet nodes not seen before, and hear those who answer; waits for nobody."""
+        self.guests = {client: guest for client, guest in self.guests.items() if self.admits(guest)}
         present = set(self.grid.get_node_ids())
         self._seen &= present  # whoever left has to say hello again
         for node in sorted(present - self._seen):
@@ -71,11 +74,18 @@ class Lobby:
         for message, answer in pulled(self.grid, list(self._asked)):
             self._greet(self._asked.pop(message), answer)
 
+    def admits(self, guest: Guest) -> bool:
+        """Whether the key of this node is, now, the key of the client that it says it is."""
+        roster = self.roster()
+        return roster is None or roster.get(guest.node) == guest.client
+
     def _greet(self, node: int, answer: Message | str) -> None:
         try:
             if isinstance(answer, str):
                 raise FedAlloyError(answer)
             guest = _guest(node, answer, self.clients)
+            if not self.admits(guest):
+                raise FedAlloyError(f"claims to be client {guest.client}, whose key it does not have")
             known = self.guests.get(guest.client)
             if known and known.node != node and known.node in self._seen:
                 raise FedAlloyError(f"claims to be client {guest.client}, which is node {known.node}")
@@ -156,15 +166,18 @@ class Post:
     def _exchange(self, mails: Sequence[Mail]) -> Iterator[Reply]:
         self.lobby.look()
         waiting: dict[str, Mail] = {}
+        asked: dict[str, Guest] = {}
         for mail in mails:
             guest = self.lobby.guests.get(mail.client)
             sent = self._push(mail, guest) if guest else None
-            if sent is None:
+            if sent is None or guest is None:
                 yield silent(mail, "is not connected")
             else:
-                waiting[sent] = mail
+                waiting[sent], asked[sent] = mail, guest
         deadline = time.monotonic() + self.limit
         while waiting and time.monotonic() < deadline:
+            for message in [name for name in waiting if not self.lobby.admits(asked[name])]:
+                yield silent(waiting.pop(message), "was let out: its key is no longer in")
             yield from self._answers(waiting)
             if waiting:
                 time.sleep(PAUSE)

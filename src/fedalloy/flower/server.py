@@ -17,6 +17,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.flower.masked import MaskedPost, check_maskable
 from fedalloy.flower.post import Guest, Lobby, Post
+from fedalloy.flower.roster import clients_by_node
 from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.run import Record, Result, Setup, play
@@ -49,7 +50,7 @@ class Roll(Federation):
 def serve(grid: Grid, settings: Settings) -> Result:
     """A whole training over the sites that `grid` reaches; carries on if the run folder holds a part of one."""
     config, terms = read_settings(settings)
-    lobby = Lobby(grid, config.clients)
+    lobby = Lobby(grid, config.clients, clients_by_node)
     wanted = terms.least_sites or config.clients
     lobby.fill(wanted, terms.join_limit)
     told = _told(Path(terms.run_folder), lobby.guests)

@@ -1,0 +1,285 @@
+"""Who may reach a running server, and what a key is good for: a real SuperLink, without sites."""
+
+import asyncio
+import base64
+import contextlib
+import datetime
+import json
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tomli_w
+from cryptography.hazmat.primitives import serialization
+from fastapi.routing import iter_route_contexts
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import Message, Metadata, PullObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.primitives.asymmetric import sign_message
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.supercore.routers import health
+from flwr.supercore.routers.runtime import create_runtime_router, responses_router
+from flwr.superlink.routers.control import router as control
+from flwr.superlink.routers.fleet.router import router as fleet
+from test_deployment import Federation, until
+
+from fedalloy.errors import FedAlloyError
+from fedalloy.flower.credentials import make_site_key, renew_certificate
+from fedalloy.flower.deploy import Deployment
+from fedalloy.flower.gate import OPEN, Gate, Roster
+from fedalloy.flower.roster import read_key
+
+pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(300)]
+
+ROUTERS = [control, create_runtime_router("SuperLink"), responses_router, health.router]
+INSIDE = sorted(
+    {str(route.path) for router in ROUTERS for route in iter_route_contexts(router.routes)}
+    | {path for _, path in PROTOBUF_REQUEST_TYPES if not path.startswith("/v1/fleet/")}
+    | {"/", "/docs", "/openapi.json", "/redoc", "/docs/oauth2-redirect"}
+)
+FLEET = sorted(str(vars(route)["path"]) for route in fleet.routes)
+
+
+def signed(folder: Path) -> dict[str, str]:
+    """What a site's SuperNode sends to show its key."""
+    key = serialization.load_ssh_private_key((folder / "key").read_bytes(), None)
+    moment = datetime.datetime.now(datetime.UTC).isoformat()
+    signature = sign_message(key, moment.encode())  # type: ignore[arg-type]
+    return {
+        "flwr-public-key": base64.b64encode(read_key(folder / "key.pub").encode()).decode(),
+        "flwr-signature": base64.b64encode(signature).decode(),
+        "flwr-timestamp": moment,
+        "content-type": PROTOBUF_MEDIA_TYPE,
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    before = os.umask(0)  # the laxest there is
+    try:
+        found = Federation(tmp_path_factory.mktemp("access") / "made")
+        try:
+            found.start_server()
+            yield found
+        finally:
+            found.end()
+    finally:
+        os.umask(before)
+
+
+def outside(server: Federation) -> httpx.Client:
+    context = ssl.create_default_context(cafile=server.folder / "credentials" / "ca.pem")
+    return httpx.Client(base_url=f"https://{server.made.address}", verify=context, timeout=10)
+
+
+def nodes(server: Federation) -> Any:
+    return server.made.flwr("supernode", "list", "fedalloy", "--format", "json")
+
+
+def raw(server: Federation, request: bytes) -> bytes:
+    """Bytes in, bytes out, over TLS."""
+    host, _, port = server.made.address.rpartition(":")
+    context = ssl.create_default_context(cafile=server.folder / "credentials" / "ca.pem")
+    with (
+        socket.create_connection((host, int(port)), timeout=5) as plain,
+        context.wrap_socket(plain, server_hostname=host) as line,
+    ):
+        line.sendall(request)
+        return line.recv(4096)
+
+
+def test_a_stranger_can_do_nothing_at_all(server: Federation, tmp_path: Path) -> None:
+    """With the authority's certificate and the address alone: no route answers, no command of Flower's works."""
+    make_site_key(tmp_path)
+    before = nodes(server)
+    with outside(server) as client:
+        for headers in ({}, signed(tmp_path), {"authorization": "Bearer x", "host": "127.0.0.1"}):
+            for path in INSIDE:
+                for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
+                    assert client.request(method, path, headers=headers).status_code == 404, (method, path)
+            for path in FLEET:
+                wanted = 401 if path in OPEN else 404
+                assert client.post(path, headers=headers, content=b"x").status_code == wanted, path
+    link = {"address": server.made.address, "root-certificates": str(server.folder / "credentials/ca.pem")}
+    (tmp_path / "config.toml").write_text(
+        tomli_w.dumps({"superlink": {"default": "fedalloy", "fedalloy": link}})
+    )
+    stranger = Deployment(server.folder)
+    environment = {**server.made.environment, "FLWR_HOME": str(tmp_path)}
+    for words in (
+        ("supernode", "register", str(tmp_path / "key.pub"), "fedalloy", "--format", "json"),
+        ("run", str(server.folder / "app"), "fedalloy", "--format", "json"),
+        ("ls", "fedalloy", "--format", "json"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Deployment, "environment", environment)
+            with contextlib.suppress(FedAlloyError):
+                assert stranger.flwr(*words) == {}
+    assert nodes(server) == before
+    assert server.made.flwr("ls", "fedalloy", "--format", "json")["runs"] == []
+
+
+def test_only_the_fleet_port_listens_outside(server: Federation) -> None:
+    """Control is bound to this machine's own address, another port of it."""
+    host, _, port = server.made.control.rpartition(":")
+    assert host == "127.0.0.1"
+    assert server.made.address.rpartition(":")[2] != port
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/control/list-nodes",
+        "/v1//control/list-nodes",
+        "/v1/fleet/../control/list-nodes",
+        "/v1/fleet/%2e%2e/control/list-nodes",
+        "/v1/fleet/..%2fcontrol/list-nodes",
+        "/V1/CONTROL/LIST-NODES",
+        "/v1/fleet/pull-messages/../../control/list-nodes",
+        "/v1/fleet/pull%2dmessages",
+        "/v1/fleet/pull-messages/",
+        "/v1/control/list-nodes?x=/v1/fleet/pull-messages",
+        "https://127.0.0.1/v1/control/list-nodes",
+        "/v1/fleet/pull-messages;/v1/control/list-nodes",
+        "*",
+    ],
+)
+def test_no_spelling_of_a_path_gets_around_the_gate(server: Federation, target: str) -> None:
+    """Not even with the key of a site."""
+    headers = signed(server.folder / "sites" / "site-0")
+    lines = [f"POST {target} HTTP/1.1", "Host: 127.0.0.1", "X-Forwarded-For: 127.0.0.1", "Content-Length: 0"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    answer = raw(server, ("\r\n".join(lines) + "\r\n\r\n").encode())
+    assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), answer
+
+
+def test_neither_websockets_nor_http_2_get_around_it(server: Federation) -> None:
+    upgrade = (
+        "GET /v1/control/list-nodes HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    )
+    upgrade += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    assert raw(server, upgrade.encode()).startswith(b"HTTP/1.1 404")
+    assert b"HTTP/1.1 40" in raw(server, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+
+
+def test_a_site_acts_for_itself_alone(server: Federation) -> None:
+    """It may pull its own messages, not another's, nor answer in another's name; no Host header changes that."""
+    entries = server.made.roster.entries
+    mine, other = entries["site-0"]["node"], entries["site-1"]["node"]
+    key = server.folder / "sites" / "site-0"
+    with outside(server) as client:
+
+        def post(path: str, body: Any, **more: str) -> int:
+            sent = body.SerializeToString()
+            return client.post(path, headers={**signed(key), **more}, content=sent).status_code
+
+        assert post("/v1/fleet/pull-messages", PullMessagesRequest(node=Node(node_id=mine))) == 200
+        assert post("/v1/fleet/pull-messages", PullMessagesRequest(node=Node(node_id=other))) == 401
+        lie = Message(metadata=Metadata(src_node_id=other, run_id=1))
+        forged = PushMessagesRequest(node=Node(node_id=mine), messages_list=[lie])
+        assert post("/v1/fleet/push-messages", forged) >= 400
+        trick = {
+            "host": "x/v1/runtime/pull-object?"
+        }  # Flower takes its path, and whether to look at keys, from it
+        asked = PullObjectRequest(node=Node(node_id=other), object_id="0" * 64, run_id=1)
+        assert post("/v1/fleet/pull-object", asked, **trick) == 401
+    assert "speaks as another node" in server.log("server")
+
+
+def test_a_removed_key_is_out_and_a_new_one_in(server: Federation) -> None:
+    """While the server runs: a rotation keeps the client, a removal ends it."""
+    place = server.folder / "sites" / "site-2"
+    old = signed(place)
+    was = server.made.roster.entries["site-2"]
+    body = PullMessagesRequest(node=Node(node_id=was["node"])).SerializeToString()
+    with outside(server) as client:
+        assert client.post("/v1/fleet/pull-messages", headers=old, content=body).status_code == 200
+        make_site_key(place)
+        until(lambda: server.made.roster.entries.get("site-2", was)["key"] != was["key"], "the new key", 30)
+        now = server.made.roster.entries["site-2"]
+        assert now["client"] == was["client"] == 2
+        assert now["node"] != was["node"]
+        assert client.post("/v1/fleet/pull-messages", headers=old, content=body).status_code == 401
+        body = PullMessagesRequest(node=Node(node_id=now["node"])).SerializeToString()
+        new = signed(place)
+        assert client.post("/v1/fleet/pull-messages", headers=new, content=body).status_code == 200
+        (place / "key.pub").rename(place / "away")
+        until(lambda: "site-2" not in server.made.roster.entries, "the key to be out", 30)
+        assert client.post("/v1/fleet/pull-messages", headers=new, content=body).status_code == 401
+
+
+def test_the_certificate_is_renewed_without_a_restart(server: Federation) -> None:
+    def greeted() -> bytes:
+        host, _, port = server.made.address.rpartition(":")
+        context = ssl.create_default_context(cafile=server.folder / "credentials" / "ca.pem")
+        with (
+            socket.create_connection((host, int(port)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname=host) as line,
+        ):
+            return line.getpeercert(binary_form=True) or b""
+
+    before = greeted()
+    renew_certificate(server.folder / "credentials")
+    until(lambda: greeted() != before, "the new certificate", 15)
+
+
+def test_nothing_is_readable_by_others(server: Federation) -> None:
+    """The deployment was made, and its server started, under umask 000."""
+    loose = []
+    for name in ("credentials", "sites", "server", ".flwr"):
+        for path in [server.folder / name, *(server.folder / name).rglob("*")]:
+            if stat.S_IMODE(path.stat().st_mode) & 0o077 and not path.is_symlink():
+                loose.append(str(path.relative_to(server.folder)))
+    assert loose == []
+    assert (server.folder / "server" / "superlink.db").exists()
+
+
+# The gate by itself
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 200),
+        ({"content-length": str(2**40)}, 413),
+        ({"content-length": "-1"}, 413),
+        ({"content-length": "many"}, 413),
+        ({"flwr-signature": "AAAA"}, 401),
+        ({"flwr-timestamp": "2020-01-01T00:00:00+00:00"}, 401),
+        ({"flwr-timestamp": "2020-01-01T00:00:00"}, 401),
+        ({"flwr-public-key": "?"}, 401),
+    ],
+)
+def test_bodies_of_strangers_are_not_read(tmp_path: Path, changes: dict[str, str], status: int) -> None:
+    make_site_key(tmp_path)
+    file = tmp_path / "roster.json"
+    file.write_text(json.dumps({"site-0": {"pem": read_key(tmp_path / "key.pub")}}))
+    got: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert dict(scope["headers"])[b"host"] == b"fleet"
+        got.append(200)
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    async def send(message: Any) -> None:
+        got.append(message.get("status", 0))
+
+    headers = {**signed(tmp_path), "content-length": "3", "host": "evil/x?", **changes}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/fleet/pull-messages",
+        "raw_path": b"/v1/fleet/pull-messages",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(Gate(app, Roster(file))(scope, receive, send))
+    assert got[0] == status

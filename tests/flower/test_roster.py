@@ -1,0 +1,119 @@
+"""A client is its key: who is taken for whom, and what a key that is gone is still good for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Message
+from loopback import SMALL, Loopback
+
+from fedalloy.errors import FedAlloyError
+from fedalloy.flower import server
+from fedalloy.flower.credentials import make_site_key
+from fedalloy.flower.post import Lobby
+from fedalloy.flower.records import FACTS
+from fedalloy.flower.roster import ROSTER, Roster, clients_by_node, keys_in
+
+SETTINGS: dict[str, Any] = {**SMALL, "join_limit": 0.5, "round_limit": 5.0}
+ROLL = {100: 0, 101: 1, 102: 2}  # client by node
+
+
+def grid_in(room: Path, **changes: Any) -> tuple[Loopback, dict[str, Any]]:
+    settings = {**SETTINGS, "run_folder": str(room / "run"), **changes}
+    return Loopback(settings, room / "state", [{}] * 3), settings
+
+
+def test_another_key_is_not_client_0_while_site_0_is_down(tmp_path: Path) -> None:
+    grid, _ = grid_in(tmp_path)
+    grid.present = {101, 102}
+
+    def claims(question: Message, answer: Message) -> Message:
+        facts = answer.content[FACTS]
+        assert isinstance(facts, ConfigRecord)
+        if question.metadata.dst_node_id == 101:
+            facts["client"] = 0
+        return answer
+
+    grid.tamper = claims
+    lobby = Lobby(grid, 3, lambda: ROLL)
+    with pytest.raises(FedAlloyError, match="node 101 claims to be client 0, whose key it does not have"):
+        lobby.fill(2, 0.5)
+    assert lobby.guests.keys() == {2}
+
+
+def test_a_key_let_out_in_the_middle_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reply is not waited for, and not used if it is there; the round and the run go on."""
+    grid, settings = grid_in(tmp_path)
+    roll = dict(ROLL)
+    ordinary = grid.push_messages
+
+    def push(messages: Any) -> Any:
+        kept = list(messages)
+        if any(one.metadata.group_id == "2" for one in kept):
+            roll.pop(101, None)
+        return ordinary(kept)
+
+    grid.push_messages = push  # type: ignore[method-assign]
+    monkeypatch.setattr(server, "clients_by_node", lambda: roll)
+    history = server.serve(grid, settings).history
+    gone = {"client": 1, "why": "was let out: its key is no longer in"}
+    assert [line["refused"] for line in history] == [
+        [],
+        [gone],
+        [{"client": 1, "why": "is not connected"}],
+    ]
+
+
+def sites(room: Path, count: int = 2) -> Path:
+    for client in range(count):
+        make_site_key(room / f"site-{client}")
+    return room
+
+
+def test_the_roster_follows_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, numbers = sites(tmp_path / "sites"), iter(range(7, 99))
+    out: list[int] = []
+    roster = Roster(tmp_path / "roster.json")
+
+    def follow() -> list[str]:
+        return roster.follow(keys_in(place), lambda name, file: next(numbers), out.append)
+
+    assert len(follow()) == 2
+    assert follow() == []
+    assert roster.clients == {7: 0, 8: 1}
+    make_site_key(place / "site-0")  # a rotation
+    assert len(follow()) == 2
+    assert (roster.clients, out) == ({9: 0, 8: 1}, [7])
+    (place / "site-1" / "key.pub").unlink()  # a removal
+    follow()
+    assert (roster.clients, out) == ({9: 0}, [7, 8])
+    assert roster.file.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv(ROSTER, str(roster.file))
+    assert clients_by_node() == {9: 0}
+
+
+def test_a_key_is_out_even_if_flower_cannot_be_told(tmp_path: Path) -> None:
+    place, roster = sites(tmp_path / "sites"), Roster(tmp_path / "roster.json")
+    roster.follow(keys_in(place), lambda name, file: int(name[-1]), lambda node: None)
+    (place / "site-0" / "key.pub").unlink()
+
+    def broken(node: int) -> None:
+        raise FedAlloyError("nobody listens")
+
+    with pytest.raises(FedAlloyError, match="nobody listens"):
+        roster.follow(keys_in(place), lambda name, file: 5, broken)
+    assert roster.entries.keys() == {"site-1"}
+
+
+def test_one_key_for_two_sites(tmp_path: Path) -> None:
+    place = sites(tmp_path / "sites")
+    (place / "site-1" / "key.pub").write_bytes((place / "site-0" / "key.pub").read_bytes())
+    with pytest.raises(FedAlloyError, match="every site needs a key of its own"):
+        Roster(tmp_path / "roster.json").follow(keys_in(place), lambda name, file: 1, lambda node: None)
+
+
+def test_what_is_no_key(tmp_path: Path) -> None:
+    place = sites(tmp_path / "sites")
+    (place / "site-1" / "key.pub").write_text("ssh-rsa nonsense")
+    with pytest.raises(FedAlloyError, match="holds no public key"):
+        Roster(tmp_path / "roster.json").follow(keys_in(place), lambda name, file: 1, lambda node: None)
