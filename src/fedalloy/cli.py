@@ -54,6 +54,30 @@ ConfigFile = Annotated[
 
 
 @app.command
+def preprocessing(
+    data: Annotated[str, Parameter(help="A data set: digits, or the name of one in --data-root.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="The file to write, which must be new.")],
+    data_root: Annotated[Path | None, Parameter(help="The folder that holds the data.")] = None,
+    class_names: Annotated[str, Parameter(help="The classes, such as 'cat,dog', if data lack some.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write mean, deviation, vocabulary and names of a data set to a file, for 'deploy init --preprocessing'."""
+    if out.exists():
+        raise FedAlloyError(f"{out} exists already; give another --out")
+    found = load(data, data_root, tuple(split(class_names))).preprocessing
+    try:
+        write_whole(out, found.to_json().encode())
+    except OSError as error:
+        raise FedAlloyError(f"cannot write {out}: {error.strerror}; give another --out") from None
+    if as_json:
+        print_json({"file": str(out), "sha256": found.sha256, "kind": found.kind, "shape": found.shape})
+    else:
+        console().print(f"preprocessing  {out}  ({found.kind}, {found.sha256[:12]})", soft_wrap=True)
+
+
+@app.command
 def run(
     *,
     settings: Settings = None,

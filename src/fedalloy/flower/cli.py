@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 
 from fedalloy.config import Config
 from fedalloy.console import AsJson, console, print_json, progress
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
@@ -48,6 +49,8 @@ def init(
     port: Annotated[int, Parameter(help="The server's port.")] = 9092,
 ) -> None:
     """Write a ready Flower app with certificates, keys for all sites and a page of instructions."""
+    from fedalloy import registry
+    from fedalloy.flower.agreement import FILE, given_file, refuse_sealed
     from fedalloy.flower.deploy import Deployment
 
     chosen = settings or Config()
@@ -55,7 +58,14 @@ def init(
     read_settings({**chosen.model_dump(exclude_unset=True), **agreed.model_dump(exclude_unset=True)})
     if "clients" not in chosen.model_fields_set:
         raise FedAlloyError("how many sites are there? give --clients, such as --clients 3")
+    given = given_file(agreed)
+    if agreed.computed:
+        refuse_sealed(registry.make(chosen.method))
+    agreed = agreed.model_copy(update={"preprocessing": FILE if given else ""})
     Deployment.create(folder, chosen, agreed, [word.strip() for word in host.split(",")], port)
+    if given:
+        (folder / "server").mkdir()
+        (folder / "server" / FILE).write_text(given.to_json())
     terminal = console()
     terminal.print(f"deployment  {folder}\nread next   {folder / 'README.md'}", soft_wrap=True)
 
@@ -212,6 +222,7 @@ def status(folder: Folder, /, *, as_json: AsJson = False) -> None:
         "details": why,
         "rounds": len(history),
         "of": made.settings["rounds"],
+        "preprocessing": _preprocessing(made.run_folder),
         "metrics": next((line["metrics"] for line in reversed(history) if line["metrics"]), None),
         "missing": history[-1]["refused"] if history else [],
     }
@@ -220,6 +231,8 @@ def status(folder: Folder, /, *, as_json: AsJson = False) -> None:
         return
     terminal = console()
     terminal.print(f"run {number}: {word} {why}\nround {facts['rounds']} of {facts['of']}", soft_wrap=True)
+    if facts["preprocessing"]:
+        terminal.print(f"preprocessing {facts['preprocessing'][:12]} for all sites", soft_wrap=True)
     for one in facts["missing"]:
         terminal.print(f"client {one['client']} {one['why']}", soft_wrap=True)
 
@@ -327,6 +340,12 @@ def _site(bundle: Path) -> dict[str, Any]:
         return tomllib.loads((bundle / "site.toml").read_text())
     except (OSError, tomllib.TOMLDecodeError):
         raise FedAlloyError(f"{bundle} is no site's folder: it needs site.toml, key and ca.pem") from None
+
+
+def _preprocessing(run_folder: Path) -> str | None:
+    """The sha256 of what all sites prepare their samples by; None where it is not yet agreed, or data are dealt."""
+    file = run_folder / "preprocessing.json"
+    return Preprocessing.from_json(file.read_bytes(), str(file)).sha256 if file.exists() else None
 
 
 def _last(made: "Deployment") -> int:

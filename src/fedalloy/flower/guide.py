@@ -22,6 +22,7 @@ PAGE = """\
     fedalloy deploy site site-0 --data-root DIR
 
 `DIR` holds the site's data{data}.
+{prepared}
 The server is at {address}; `site-0/site.toml` says so. Private state stays in `--state`, by default `site-0/state`.
 
 ## Start, watch, stop
@@ -43,4 +44,17 @@ def guide(config: Config, terms: Terms, address: str) -> str:
         data = (
             f" as `{config.data}.npz`, a folder `{config.data}/` of images by class, or `{config.data}.csv`"
         )
-    return PAGE.format(method=config.method, clients=config.clients, address=address, data=data)
+    if terms.sites == "dealt":
+        prepared = "All sites have the same data set, and so the same mean and deviation."
+    elif terms.computed:
+        prepared = (
+            "All sites scale their samples alike: before round 1 each sends how many numbers each channel or column\n"
+            "has, their sum and the sum of their squares, and gets back one mean and deviation for all."
+        )
+    else:
+        prepared = (
+            "All sites scale their samples alike, by the mean and deviation or vocabulary given in the terms."
+        )
+    return PAGE.format(
+        prepared=prepared, method=config.method, clients=config.clients, address=address, data=data
+    )

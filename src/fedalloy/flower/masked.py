@@ -69,35 +69,53 @@ class MaskedPost(Post):
         yield from (silent(mail, "is not connected") for mail in mails if mail not in here)
         nodes = {self.lobby.guests[mail.client].node: mail for mail in here}
         largest = float(self.workshop.federation.sizes.max()) if self.workshop.method.weighed else 1.0
-        strategy = _Sums(self, nodes)
+        strategy = _Sums(self.lobby.grid, {node: self.record(mail) for node, mail in nodes.items()})
         workflow = _Workflow(strategy, largest, self.limit)
         workflow(self.lobby.grid, _context(strategy, mails[0].round))
         for node, mail in nodes.items():
             if node in strategy.answered:
-                yield strategy.reply(node, mail)
+                yield self._reply(strategy, node, mail)
             else:
                 yield silent(mail, "did not stay until the end of a masked round")
+
+    def _reply(self, sums: "_Sums", node: int, mail: Mail) -> Reply:
+        """The mean of all, in the name of one of them."""
+        specs = self.workshop.sites.of(mail.client).specs("up")
+        items = {
+            key: torch.from_numpy(value).to(specs[key].slot.dtype).reshape(specs[key].shape)
+            for key, value in zip(sorted(specs), sums.mean, strict=True)
+        }
+        return Reply(mail.round, mail.client, items, samples=sums.answered[node])
+
+
+def masked_sum(
+    grid: Grid, asked: dict[int, RecordDict], clip: float, limit: float
+) -> tuple[list[NDArray[np.float64]], set[int]]:
+    """The plain mean of what these nodes answer, array by array, and which of them stayed until the end."""
+    strategy = _Sums(grid, asked)
+    _Workflow(strategy, 1.0, limit, clip)(grid, _context(strategy, 0))
+    return strategy.mean, set(strategy.answered)
 
 
 class _Workflow(SecAggPlusWorkflow):
     """SecAgg+ whose sites get FedAlloy's mail."""
 
-    def __init__(self, sums: "_Sums", largest: float, limit: float) -> None:
-        super().__init__(1.0, THRESHOLD, max_weight=largest, clipping_range=CLIP, timeout=limit)
+    def __init__(self, sums: "_Sums", largest: float, limit: float, clip: float = CLIP) -> None:
+        super().__init__(1.0, THRESHOLD, max_weight=largest, clipping_range=clip, timeout=limit)
         self.sums = sums
 
     def setup_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
         done = super().setup_stage(grid, context, state)
-        state.nid_to_fitins = {node: self.sums.post.record(mail) for node, mail in self.sums.nodes.items()}
+        state.nid_to_fitins = dict(self.sums.asked)
         return done
 
 
 class _Sums(FedAvg):
     """Names the sites of a round, and takes down the mean that comes out."""
 
-    def __init__(self, post: Post, nodes: dict[int, Mail]) -> None:
+    def __init__(self, grid: Grid, asked: dict[int, RecordDict]) -> None:
         super().__init__()
-        self.post, self.nodes = post, nodes
+        self.grid, self.asked = grid, asked
         self.answered: dict[int, int] = {}  # samples by node
         self.mean: list[NDArray[np.float64]] = []
 
@@ -105,7 +123,7 @@ class _Sums(FedAvg):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         empty = Parameters([], "")
-        return [(GridClientProxy(node, self.post.lobby.grid, 0), FitIns(empty, {})) for node in self.nodes]
+        return [(GridClientProxy(node, self.grid, 0), FitIns(empty, {})) for node in self.asked]
 
     def aggregate_fit(
         self,
@@ -117,15 +135,6 @@ class _Sums(FedAvg):
             self.answered[int(proxy.cid)] = found.num_examples
             self.mean = parameters_to_ndarrays(found.parameters)
         return None, {}
-
-    def reply(self, node: int, mail: Mail) -> Reply:
-        """The mean of all, in the name of one of them."""
-        specs = self.post.workshop.sites.of(mail.client).specs("up")
-        items = {
-            key: torch.from_numpy(value).to(specs[key].slot.dtype).reshape(specs[key].shape)
-            for key, value in zip(sorted(specs), self.mean, strict=True)
-        }
-        return Reply(mail.round, mail.client, items, samples=self.answered[node])
 
 
 def _context(strategy: _Sums, round: int) -> LegacyContext:

@@ -12,6 +12,7 @@ from flwr.supercore.run import RunNotRunningException
 
 from fedalloy import __version__
 from fedalloy.client import Info
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.records import FACTS, mail_record, read_reply
 from fedalloy.flower.site import HELLO
@@ -34,6 +35,7 @@ class Guest:
     client: int
     samples: int
     inputs: Inputs
+    columns: tuple[str, ...] = ()  # of a table
 
 
 class Lobby:
@@ -44,6 +46,7 @@ class Lobby:
     ) -> None:
         self.grid, self.clients, self.roster = grid, clients, roster
         self.guests: dict[int, Guest] = {}
+        self.agreed: Preprocessing | None = None  # told to whoever comes, once it is known
         self.turned_away: dict[int, str] = {}  # by node
         self._asked: dict[str, int] = {}  # message: node
         self._seen: set[int] = set()
@@ -68,7 +71,8 @@ class Lobby:
         self._seen &= present  # whoever left has to say hello again
         for node in sorted(present - self._seen):
             self._seen.add(node)
-            hello = RecordDict({HELLO: ConfigRecord({"version": __version__})})
+            told = {"preprocessing": self.agreed.to_json()} if self.agreed else {}
+            hello = RecordDict({HELLO: ConfigRecord({"version": __version__, **told})})
             for message in self.grid.push_messages([Message(hello, node, "query")]):
                 self._asked[message] = node
         for message, answer in pulled(self.grid, list(self._asked)):
@@ -91,6 +95,8 @@ class Lobby:
                 raise FedAlloyError(f"claims to be client {guest.client}, which is node {known.node}")
             if any(other.inputs != guest.inputs for other in self.guests.values()):
                 raise FedAlloyError(f"has samples of another kind: {guest.inputs}")
+            if self.agreed and guest.inputs != self.agreed.inputs:
+                raise FedAlloyError(f"has samples of another kind than was agreed on: {guest.inputs}")
         except FedAlloyError as error:
             self.turned_away[node] = str(error)
         else:
@@ -107,15 +113,20 @@ def _guest(node: int, answer: Message, clients: int) -> Guest:
         client, samples, version = facts["client"], facts["samples"], facts["version"]
         kind, shape, classes, vocab = json.loads(str(facts["inputs"]))
         inputs = Inputs(kind, tuple(shape), classes, vocab)
+        columns = json.loads(str(facts.get("columns", "[]")))
         if type(client) is not int or type(samples) is not int or samples < 0:
             raise TypeError
+        if not (isinstance(columns, list) and all(type(name) is str for name in columns)):
+            raise TypeError
+        if columns and ((len(columns),) != inputs.shape or len(set(columns)) != len(columns)):
+            raise ValueError
     except (KeyError, ValueError, TypeError):
         raise FedAlloyError("said hello in words nobody understands") from None
     if version != __version__:
         raise FedAlloyError(f"runs FedAlloy {version!r}, the server {__version__}")
     if not 0 <= client < clients:
         raise FedAlloyError(f"claims to be client {client} of {clients}")
-    return Guest(node, client, samples, inputs)
+    return Guest(node, client, samples, inputs, tuple(columns))
 
 
 def pulled(grid: Grid, messages: list[str]) -> list[tuple[str, Message | str]]:
@@ -188,7 +199,11 @@ class Post:
         """A mail with what its site has to know of the run: private state after `checkpoint` may be asked for again."""
         info: Info = self.workshop.federation.info
         safe = (mail.round - 1) // self.every * self.every
-        return mail_record(mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples)
+        agreed = self.lobby.agreed
+        told = {"preprocessing": agreed.to_json()} if agreed else {}
+        return mail_record(
+            mail, run=self.run, checkpoint=safe, clients=info.clients, samples=info.samples, **told
+        )
 
     def _push(self, mail: Mail, guest: Guest) -> str | None:
         kind, record = KINDS[mail.errand], self.record(mail)

@@ -11,10 +11,13 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedalloy import registry
 from fedalloy.config import Config
-from fedalloy.data import Augment, Dataset, Prepare, Split, load
+from fedalloy.data import Augment, Dataset, Prepare, Preprocessing, Split, load
+from fedalloy.data.assemble import fitted
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
+from fedalloy.flower.agreement import Source, agree, known, record
 from fedalloy.flower.masked import MaskedPost, check_maskable
 from fedalloy.flower.post import Guest, Lobby, Post
 from fedalloy.flower.roster import clients_by_node
@@ -51,16 +54,23 @@ def serve(grid: Grid, settings: Settings) -> Result:
     """A whole training over the sites that `grid` reaches; carries on if the run folder holds a part of one."""
     config, terms = read_settings(settings)
     lobby = Lobby(grid, config.clients, clients_by_node)
+    own = terms.sites == "own"
+    source: Source = {"from": "the terms"}
+    lobby.agreed = known(terms, Path(terms.run_folder)) if own else None
     wanted = terms.least_sites or config.clients
     lobby.fill(wanted, terms.join_limit)
     told = _told(Path(terms.run_folder), lobby.guests)
-    federation = federate(**config.dealing) if terms.sites == "dealt" else roll(config, terms, lobby, told)
+    if own and lobby.agreed is None:
+        lobby.agreed, source = agree(config, terms, registry.make(config.method), lobby)
+    federation = roll(config, terms, lobby.agreed, told) if lobby.agreed else federate(**config.dealing)
     setup = Setup(config, federation)
     if terms.masked:
         check_maskable(setup.method)
     _refuse_local_tests(setup)
     folder = _folder(Path(terms.run_folder), config)
     write_whole(folder.path / SIZES, json.dumps(told).encode())
+    if lobby.agreed:
+        record(folder.path, lobby.agreed, source)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary)
     if setup.method.claimant("seal"):
@@ -75,20 +85,15 @@ def serve(grid: Grid, settings: Settings) -> Result:
     return play(setup, folder, _after_round, engine=post)
 
 
-def roll(config: Config, terms: Terms, lobby: Lobby, told: dict[str, int]) -> Roll:
-    """The federation as its sites described it, with the server's own test set if there is one."""
-    inputs = next(iter(lobby.guests.values())).inputs
+def roll(config: Config, terms: Terms, agreed: Preprocessing, told: dict[str, int]) -> Roll:
+    """The federation as it was agreed on, with the server's own test set if there is one."""
     if terms.test_data:
         root = Path(config.data_root) if config.data_root else None
-        dataset = load(terms.test_data, root, terms.classes)
-        if dataset.inputs != inputs:
-            raise FedAlloyError(f"{terms.test_data} holds {dataset.inputs}, the sites hold {inputs}")
+        dataset = load(terms.test_data, root, terms.classes, agreed)
     else:
-        nothing = torch.empty(0, *inputs.shape, dtype=torch.uint8)
-        names = terms.classes
-        dataset = Dataset(
-            "sites", nothing, torch.empty(0).long(), 0, inputs.kind, inputs.classes, names, vocab=inputs.vocab
-        )
+        nothing = torch.empty(0, *agreed.shape, dtype=torch.uint8)
+        empty = Dataset("sites", nothing, torch.empty(0).long(), 0, agreed.kind, agreed.classes)
+        dataset = fitted(empty, agreed)
     none = torch.empty(0, dtype=torch.int64)
     offsets = torch.zeros(config.clients + 1, dtype=torch.int64)
     split = Split(none, offsets, none, offsets, torch.arange(dataset.train, len(dataset.y)))

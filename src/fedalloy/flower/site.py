@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -15,7 +16,8 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fedalloy import __version__
 from fedalloy.client import Info
 from fedalloy.config import Config
-from fedalloy.data import IID, Split, load
+from fedalloy.data import IID, Preprocessing, Split, load
+from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.flower.records import (
@@ -25,6 +27,7 @@ from fedalloy.flower.records import (
     read_mail,
     reply_record,
 )
+from fedalloy.flower.statistics import STATISTICS, shown, to_items
 from fedalloy.flower.terms import Settings, read_settings
 from fedalloy.mechanisms.privacy import Private
 from fedalloy.run import Setup, one_thread
@@ -33,6 +36,7 @@ from fedalloy.wire import Mail, Reply, dump
 from fedalloy.workshop import Workshop
 
 HELLO = "hello"
+log = logging.getLogger("fedalloy")
 RUN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -56,16 +60,26 @@ class Desk:
         self.client = _client(node, self.config)
         self.only_masked = self.terms.masked or node.get("only-masked") is True
         self.state = Path(str(node.get("state", "fedalloy-state"))).expanduser()
+        self._last: tuple[str, Share, Setup] | None = None
         self.federation = self._federation()
         self.setup = Setup(self.config, self.federation)
         self.sealer = self.setup.method.claimant("seal")
         if "most-epsilon" in node:
             self._refuse_beyond(float(node["most-epsilon"]))
 
-    def hello(self) -> Facts:
-        """What the server has to know before the first round."""
-        inputs = self.federation.dataset.inputs
+    def hello(self, told: str = "") -> Facts:
+        """What the server has to know before the first round; what was agreed on already must fit the data here."""
+        dataset = self.federation.dataset
+        if told and isinstance(self.federation, Share):
+            dataset = self._settled(told)[0].dataset
+        elif isinstance(self.federation, Share) and dataset.kind == "tokens":
+            raise FedAlloyError(
+                "sites with texts or tokens of their own must number words alike: give the server --preprocessing FILE"
+            )
+        inputs = dataset.inputs
+        columns = {"columns": json.dumps(dataset.feature_names)} if dataset.feature_names else {}
         return {
+            **columns,
             "client": self.client,
             "samples": self._told(int(self.federation.sizes[self.client])),
             "version": __version__,
@@ -76,6 +90,10 @@ class Desk:
         """The answer to a message; one step of SecAgg+ keeps what it must remember in the context."""
         if RECORD_KEY_CONFIGS in message.content and context is not None:
             return secaggplus_mod(message, context, self._unmasked)
+        if STATISTICS in message.content:
+            if self.only_masked:
+                raise FedAlloyError("this site sends statistics only by secure aggregation")
+            return Message(reply_record(self._statistics()), reply_to=message)
         mail, facts = read_mail(message.content)
         if self.only_masked and mail.errand == "train":
             raise FedAlloyError("this site sends updates only by secure aggregation")
@@ -83,9 +101,24 @@ class Desk:
 
     def _unmasked(self, message: Message, context: Context) -> Message:
         """What SecAgg+ masks before it leaves."""
+        if STATISTICS in message.content:
+            return Message(maskable_record(self._statistics(), by_samples=False), reply_to=message)
         records = {key: record for key, record in message.content.items() if key != RECORD_KEY_CONFIGS}
         reply = self._do(*read_mail(RecordDict(records)))
         return Message(maskable_record(reply, by_samples=self.setup.method.weighed), reply_to=message)
+
+    def _statistics(self) -> Reply:
+        """How many training samples are here, and per channel or column the sums of their numbers and squares."""
+        dataset = self.federation.dataset
+        if not self.terms.computed or dataset.kind == "tokens":
+            raise FedAlloyError(
+                "this site sends no statistics: they are given in the terms, or there are none"
+            )
+        if self.sealer:
+            raise FedAlloyError(f"{self.sealer} does not cover statistics: this site sends none")
+        totals = Totals.of(dataset.kind, dataset.x[self.federation.split.train(self.client)])
+        log.info("statistics of %d numbers in %d columns leave this site", totals.count, len(totals.sums))
+        return Reply(0, self.client, to_items(totals))
 
     def _do(self, mail: Mail, facts: Facts) -> Reply:
         if mail.client != self.client:
@@ -132,15 +165,16 @@ class Desk:
 
     def _workshop(self, run: str, facts: Facts) -> Workshop:
         checkpoint = int(facts.get("checkpoint", 0))
-        federation = self.federation
+        federation, setup = self.federation, self.setup
         if isinstance(federation, Share):
+            federation, setup = self._settled(self._agreed(run, facts))
             federation = replace(federation, known=Info(int(facts["clients"]), int(facts["samples"])))
         config, vault = self.config, Vault(self.state / run)
         vault.trim([self.client], checkpoint)
         on_global = config.personal_on_global and self.terms.sites == "dealt"
         return Workshop(
-            self.setup.method,
-            self.setup.sites,
+            setup.method,
+            setup.sites,
             federation,
             config.local,
             vault,
@@ -149,11 +183,37 @@ class Desk:
             kept_secret(self.state / "secrets" / run) if self.sealer else 0,
         )
 
+    def _agreed(self, run: str, facts: Facts) -> str:
+        """What this run prepares samples by: as it was first told, and never anything else."""
+        text = facts.get("preprocessing")
+        if not isinstance(text, str):
+            raise FedAlloyError("this mail does not say how samples are prepared")
+        file = self.state / "preprocessing" / f"{run}.json"
+        if not file.exists():
+            self._settled(text)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, text.encode())
+            log.info("run %s: %s", run, shown(Preprocessing.from_json(text)))
+        elif file.read_bytes() != text.encode():
+            raise FedAlloyError("this run began with another preprocessing, which this site does not change")
+        return text
+
+    def _settled(self, text: str) -> tuple[Share, Setup]:
+        """This site's data under what was agreed on; an error if they do not fit it."""
+        if self._last is None or self._last[0] != text:
+            agreed = Preprocessing.from_json(text, "the server's preprocessing")
+            if agreed.class_names != self.terms.classes:
+                raise FedAlloyError("the server's preprocessing names other classes than the terms")
+            share = self._share(agreed)
+            self._last = (text, share, Setup(self.config, share))
+        return self._last[1:]
+
     def _federation(self) -> Federation:
-        if self.terms.sites == "dealt":
-            return federate(**self.config.dealing)
+        return federate(**self.config.dealing) if self.terms.sites == "dealt" else self._share()
+
+    def _share(self, agreed: Preprocessing | None = None) -> Share:
         root = Path(self.config.data_root) if self.config.data_root else None
-        dataset = load(self.config.data, root, self.terms.classes)
+        dataset = load(self.config.data, root, self.terms.classes, agreed)
         alone = federate(
             dataset, 1, IID(), self.config.seed, self.config.test_share, augment=self.config.augment
         )
@@ -215,5 +275,6 @@ def answer(message: Message, context: Context) -> Message:
 def greet_or_answer(desk: Desk, message: Message, context: Context | None = None) -> Message:
     """A hello for a hello, a reply for a mail."""
     if message.metadata.message_type == "query" and HELLO in message.content:
-        return Message(RecordDict({FACTS: ConfigRecord({**desk.hello()})}), reply_to=message)
+        told = message.content[HELLO].get("preprocessing", "")
+        return Message(RecordDict({FACTS: ConfigRecord({**desk.hello(str(told))})}), reply_to=message)
     return desk.answer(message, context)

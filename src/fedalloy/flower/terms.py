@@ -1,5 +1,6 @@
 """What a deployment is agreed on besides the config of a run: whose data, how long to wait, how many must be there."""
 
+import math
 from typing import Any, Literal
 
 import pydantic
@@ -32,6 +33,16 @@ class Terms(pydantic.BaseModel):
         description="A data set in the server's own data root that global models are tried on; "
         "without one, sites try them.",
     )
+    preprocessing: str = Field(
+        default="",
+        description="A file with mean, deviation or vocabulary for all sites, written by 'fedalloy preprocessing'; "
+        "without one, sites send counts, sums and squares before round 1.",
+    )
+    mean: str = Field(
+        default="",
+        description="In place of a file: the mean of each channel (of pixels in [0, 1]) or column, such as '0.13,0.2'.",
+    )
+    std: str = Field(default="", description="The standard deviations that go with `mean`.")
     run_folder: str = Field(
         default="run",
         description="Where the server keeps checkpoint, history and report; in its own folder server/.",
@@ -54,6 +65,19 @@ class Terms(pydantic.BaseModel):
     def classes(self) -> tuple[str, ...]:
         return tuple(split(self.class_names))
 
+    @property
+    def given_mean(self) -> tuple[float, ...]:
+        return _numbers("mean", self.mean)
+
+    @property
+    def given_std(self) -> tuple[float, ...]:
+        return _numbers("std", self.std)
+
+    @property
+    def computed(self) -> bool:
+        """Whether sites send statistics: nothing was given."""
+        return self.sites == "own" and not (self.preprocessing or self.mean)
+
 
 def read_settings(found: Settings) -> tuple[Config, Terms]:
     """A run's config and a deployment's terms, which stand together in a Flower app's configuration."""
@@ -72,4 +96,30 @@ def read_settings(found: Settings) -> tuple[Config, Terms]:
         raise FedAlloyError(
             "sites with data of their own must agree on the classes: set class-names = 'a,b,c'"
         )
+    _check_given(terms)
     return config, terms
+
+
+def _check_given(terms: Terms) -> None:
+    """Statistics are given whole, once, and where they are used."""
+    mean, std = terms.given_mean, terms.given_std
+    if len(mean) != len(std) or any(value <= 0 for value in std):
+        raise FedAlloyError("--mean and --std go together: as many numbers, and deviations above 0")
+    if mean and terms.preprocessing:
+        raise FedAlloyError("--preprocessing holds mean and deviation already; leave --mean and --std away")
+    if terms.sites == "dealt" and (mean or terms.preprocessing):
+        raise FedAlloyError(
+            "a data set that is dealt has its own mean and deviation; leave --preprocessing, --mean, --std away"
+        )
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(word) for word in split(text))
+    except ValueError:
+        found = (math.nan,)
+    if not all(map(math.isfinite, found)):
+        raise FedAlloyError(
+            f"--{name} {text[:40]!r} holds something else than numbers; type such as '0.13,0.2'"
+        )
+    return found

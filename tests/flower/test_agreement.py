@@ -1,0 +1,259 @@
+"""All sites prepare their samples alike: as given, or by totals that add up exactly to those of a simulation."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, Message
+from loopback import Loopback
+
+from fedalloy.data import Preprocessing, load
+from fedalloy.data.totals import Totals
+from fedalloy.errors import FedAlloyError
+from fedalloy.federation import federate
+from fedalloy.flower.agreement import FILE, SOURCE
+from fedalloy.flower.server import serve
+from fedalloy.flower.site import Desk
+from fedalloy.flower.statistics import from_items, to_items
+from fedalloy.nets.base import Inputs
+from fedalloy.run import train
+
+NAMES = "benign,malign"
+SETTINGS: dict[str, Any] = {
+    "method": "scaffold", "model": "mlp(hidden=4)", "clients": 3, "rounds": 2, "lr": 0.1, "batch": 16,
+    "data": "scans", "class_names": NAMES, "join_limit": 1.0, "round_limit": 5.0,
+}  # fmt: skip
+
+
+def vectors(k: int) -> Any:
+    noise = np.random.default_rng(k)
+    y = np.arange(40) % 2
+    return ((noise.normal(size=(40, 3)) + y[:, None]) * [1, 1e-3, 1e4] + 10 * k).astype(np.float32), y
+
+
+def images(k: int) -> Any:
+    noise = np.random.default_rng(k)
+    y = np.arange(40) % 2
+    return (noise.integers(40 * k + 5, 40 * k + 90, (40, 4, 4)) + 40 * y[:, None, None]).astype(np.uint8), y
+
+
+def written(root: Path, make: Any) -> list[dict[str, Any]]:
+    """Three sites whose data differ; `all/` holds them side by side, as a simulation reads them."""
+    (root / "all").mkdir(parents=True)
+    for k in range(3):
+        x, y = make(k)
+        (root / f"site{k}").mkdir()
+        np.savez(root / f"site{k}" / "scans.npz", x=x, y=y)
+        np.savez(root / "all" / f"part{k}.npz", x=x, y=y)
+    return [{"data-root": str(root / f"site{k}")} for k in range(3)]
+
+
+def served(root: Path, nodes: list[dict[str, Any]], name: str = "run", **changes: Any) -> Any:
+    settings = {**SETTINGS, "run_folder": str(root / name), **changes}
+    grid = Loopback(settings, root / f"{name}-state", nodes)
+    return serve(grid, settings)
+
+
+def simulated(root: Path) -> Any:
+    joined = load("part0+part1+part2", root / "all", tuple(NAMES.split(",")))
+    fed = federate(joined, 3, "domain")
+    return fed, train(fed, SETTINGS["model"], SETTINGS["method"], rounds=2, lr=0.1, batch=16, engine="inline")
+
+
+@pytest.mark.parametrize("make", [vectors, images])
+def test_a_deployment_is_its_simulation_also_in_the_preprocessing(tmp_path: Path, make: Any) -> None:
+    nodes = written(tmp_path, make)
+    result = served(tmp_path, nodes)
+    fed, simulation = simulated(tmp_path)
+    agreed = Preprocessing.from_json((tmp_path / "run" / FILE).read_text())
+    assert (agreed.mean, agreed.std) == (fed.dataset.mean, fed.dataset.std)
+    assert result.summary["weights_sha256"] == simulation.summary["weights_sha256"]
+    source = json.loads((tmp_path / "run" / SOURCE).read_text())
+    assert source["clients"] == [0, 1, 2]
+    assert source["refused"] == {}
+    kept = list((tmp_path / "run-state" / "preprocessing").iterdir())
+    assert [file.read_text() for file in kept] == [agreed.to_json()]
+
+
+@pytest.mark.parametrize("make", [vectors, images])
+def test_masked_sums_are_as_exact(tmp_path: Path, make: Any) -> None:
+    nodes = written(tmp_path, make)
+    served(tmp_path, nodes, "open", method="fedavg", rounds=1)
+    served(tmp_path, nodes, "masked", method="fedavg", rounds=1, masked=True)
+    assert (tmp_path / "open" / FILE).read_text() == (tmp_path / "masked" / FILE).read_text()
+    assert "masked" in json.loads((tmp_path / "masked" / SOURCE).read_text())["from"]
+
+
+def test_a_site_of_one_class_sees_what_the_others_see(tmp_path: Path) -> None:
+    """By its own mean and deviation a benign-only hospital looks like any other; by the agreed ones it does not."""
+
+    def skewed(k: int) -> Any:
+        y = np.zeros(40, int) if k == 2 else np.arange(40) % 2
+        x = np.random.default_rng(k).normal(size=(40, 2)) * 0.3 + 4.0 * y[:, None]
+        return x.astype(np.float32), y
+
+    nodes = written(tmp_path, skewed)
+    grid_settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "method": "fedavg", "rounds": 15}
+    grid = Loopback(grid_settings, tmp_path / "state", nodes)
+    result = serve(grid, grid_settings)
+    assert result.history[-1]["metrics"]["per_client"][2] == 1.0
+    alone = grid.desks[102].federation
+    agreed = Preprocessing.from_json((tmp_path / "run" / FILE).read_text())
+    told = grid.desks[102]._settled(agreed.to_json())[0]
+    x = told.dataset.x
+    own_view, agreed_view = alone.prepare(x), told.prepare(x)
+    assert abs(float(own_view.mean())) < 0.2  # in the middle of both classes: half of it is on the wrong side
+    assert float(agreed_view.mean()) < -0.6
+
+
+def test_texts_need_a_vocabulary_that_was_given(tmp_path: Path) -> None:
+    words = ["good fine", "bad ill", "good well", "bad pain"]
+    (tmp_path / "all").mkdir()
+    nodes = []
+    for k in range(3):
+        (tmp_path / f"site{k}").mkdir()
+        rows = "".join(f"{words[(n + k) % 4]} {'x' * k},{(n + k) % 2}\n" for n in range(12))
+        (tmp_path / f"site{k}" / "scans.csv").write_text("text,label\n" + rows)
+        nodes.append({"data-root": str(tmp_path / f"site{k}")})
+    with pytest.raises(FedAlloyError, match="must number words alike: give the server --preprocessing FILE"):
+        served(tmp_path, nodes, model="bilstm", method="fedavg")
+    agreed = Preprocessing(
+        "tokens", (5,), 2, ("benign", "malign"), vocab=5, vocabulary=("good", "bad", "ill")
+    )
+    (tmp_path / "given.json").write_text(agreed.to_json())
+    result = served(
+        tmp_path, nodes, model="bilstm", method="fedavg", preprocessing=str(tmp_path / "given.json"), rounds=1
+    )
+    assert result.summary["status"] == "finished"
+    assert (tmp_path / "run" / FILE).read_text() == agreed.to_json()
+
+
+def test_given_statistics_are_used_and_nothing_is_asked(tmp_path: Path) -> None:
+    nodes = written(tmp_path, images)
+    settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "mean": "0.25", "std": "0.5"}
+    grid = Loopback(settings, tmp_path / "state", nodes)
+    grid.deaf = lambda question: "statistics" in question.content
+    serve(grid, settings)
+    agreed = Preprocessing.from_json((tmp_path / "run" / FILE).read_text())
+    assert (agreed.mean, agreed.std) == ((0.25,), (0.5,))
+    with pytest.raises(FedAlloyError, match="sends no statistics"):
+        grid.desks[100]._statistics()
+
+
+@pytest.mark.parametrize(
+    ("terms", "why"),
+    [
+        ({"mean": "0.1"}, "go together"),
+        ({"mean": "0.1", "std": "0"}, "above 0"),
+        ({"mean": "a", "std": "1"}, "something else than numbers"),
+        ({"mean": "nan", "std": "1"}, "something else than numbers"),
+        ({"mean": "0.1,0.2", "std": "1,1"}, "expected 1 each"),
+        ({"preprocessing": "nowhere.json"}, "No such file"),
+        ({"preprocessing": "x", "mean": "0.1", "std": "1"}, "leave --mean and --std away"),
+        ({"method": "fedavg+private"}, "does not cover counts, sums and squares"),
+    ],
+)
+def test_mistyped_terms(tmp_path: Path, terms: dict[str, Any], why: str) -> None:
+    nodes = written(tmp_path, images)
+    with pytest.raises(FedAlloyError, match=why):
+        served(tmp_path, nodes, **terms)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """A restart does not compute anew, even if a site's data have changed; a site refuses a change in mid-run."""
+    nodes = written(tmp_path, vectors)
+    settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "method": "fedavg"}
+    grid = Loopback(settings, tmp_path / "state", nodes)
+
+    def cut(question: Message, answer: Message) -> Message:
+        if question.metadata.group_id == "2":
+            raise KeyboardInterrupt
+        return answer
+
+    grid.tamper = cut
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, settings)
+    before = (tmp_path / "run" / FILE).read_text()
+    again = Loopback(settings, tmp_path / "state", nodes)
+    again.deaf = lambda question: "statistics" in question.content
+    serve(again, settings)
+    assert (tmp_path / "run" / FILE).read_text() == before
+    run = (tmp_path / "run" / "run-id").read_text()
+    other = json.dumps({**json.loads(before), "mean": [0.0, 0.0, 0.0]}, sort_keys=True)
+    with pytest.raises(FedAlloyError, match="began with another preprocessing"):
+        again.desks[100]._agreed(run, {"preprocessing": other})
+    (tmp_path / "run" / FILE).unlink()
+    with pytest.raises(FedAlloyError, match=r"is gone, and this run began with it"):
+        serve(Loopback(settings, tmp_path / "state", nodes), settings)
+
+
+@pytest.mark.parametrize(
+    ("slot", "value", "why"),
+    [
+        ("count", np.array([[-5, 0, 0, 0]]), "counts -5 numbers"),
+        ("count", np.array([[5, 0, 0, 0]]), "numbers in 32 samples|contradict"),
+        ("count", np.array([[2**62, 0, 0, 0]]), "beyond their range"),
+        ("squares", np.zeros((3, 40), np.int64), "contradict its squares"),
+        ("squares", -np.ones((3, 40), np.int64), "contradict its squares"),
+        ("sums", np.zeros((3, 22), np.float64), "is float64, declared int64"),
+        ("sums", np.full((3, 22), np.nan), "is float64, declared int64"),
+        ("sums", np.zeros((4, 22), np.int64), r"has shape \(4, 22\)"),
+        ("sums", np.zeros((3, 10**5), np.int64), "has shape"),
+        ("more", np.zeros(3), "undeclared"),
+    ],
+)
+def test_hostile_statistics_are_refused_by_name(tmp_path: Path, slot: str, value: Any, why: str) -> None:
+    nodes = written(tmp_path, vectors)
+    settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "method": "fedavg", "rounds": 1}
+    grid = Loopback(settings, tmp_path / "state", nodes)
+
+    def lie(question: Message, answer: Message) -> Message:
+        if "statistics" in question.content and question.metadata.dst_node_id == 101:
+            answer.content.array_records["items"][f"statistics.{slot}"] = Array(value)
+        return answer
+
+    grid.tamper = lie
+    serve(grid, settings)
+    source = json.loads((tmp_path / "run" / SOURCE).read_text())
+    assert source["clients"] == [0, 2]
+    assert re.search(why, source["refused"]["1"])
+
+
+def test_columns_in_another_order_and_strange_columns(tmp_path: Path) -> None:
+    nodes = []
+    for k, header in enumerate(["age,dose,label", "dose,age,label", "age,weight,label"]):
+        (tmp_path / f"site{k}").mkdir()
+        rows = "".join(
+            (f"{n},{50 + n},{n % 2}\n" if header.startswith("dose") else f"{50 + n},{n},{n % 2}\n")
+            for n in range(20)
+        )
+        (tmp_path / f"site{k}" / "scans.csv").write_text(f"{header}\n{rows}")
+        nodes.append({"data-root": str(tmp_path / f"site{k}")})
+    result = served(tmp_path, nodes, method="fedavg", rounds=1)
+    agreed = Preprocessing.from_json((tmp_path / "run" / FILE).read_text())
+    assert agreed.feature_names == ("age", "dose")
+    assert agreed.mean[0] > 50 > agreed.mean[1]
+    assert json.loads((tmp_path / "run" / SOURCE).read_text())["refused"] == {"2": "has other columns"}
+    (lost,) = result.history[0]["refused"]
+    assert lost["client"] == 2
+
+
+def test_a_site_with_another_shape_is_refused_where_it_is(tmp_path: Path) -> None:
+    nodes = written(tmp_path, images)
+    agreed = Preprocessing("image", (1, 5, 5), 2, ("benign", "malign"), (0.5,), (0.5,))
+    desk = Desk({**SETTINGS}, {"client": 0, "state": str(tmp_path / "state"), **nodes[0]})
+    with pytest.raises(FedAlloyError, match=r"agreed on are image, \(1, 5, 5\)"):
+        desk.hello(agreed.to_json())
+    with pytest.raises(FedAlloyError, match="other classes than the terms"):
+        desk.hello(Preprocessing("image", (1, 4, 4), 2, ("cat", "dog"), (0.5,), (0.5,)).to_json())
+
+
+def test_limbs_carry_any_total() -> None:
+    x = torch.tensor([[3.4e38, -1e-45], [3.4e38, -3e38]])
+    totals = Totals.of("vector", x)
+    assert from_items(to_items(totals), Inputs("vector", (2,), 2), 2) == totals
