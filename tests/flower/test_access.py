@@ -6,9 +6,12 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,29 @@ def test_only_the_fleet_port_listens_outside(server: Federation) -> None:
     host, _, port = server.made.control.rpartition(":")
     assert host == "127.0.0.1"
     assert server.made.address.rpartition(":")[2] != port
+
+
+ASK = """
+import http.client, ssl, sys
+line = http.client.HTTPSConnection("127.0.0.1", int(sys.argv[1]), context=ssl._create_unverified_context())
+line.request("GET", "/health")
+print(line.getresponse().status)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux tells who holds a connection")
+@pytest.mark.parametrize("user", [None, 65534])
+def test_control_is_for_its_owner_alone(server: Federation, user: int | None) -> None:
+    if user is not None and os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    words = ["/usr/bin/env", "python3", "-c", ASK, server.made.control.rpartition(":")[2]]
+    if user is None:
+        words[:2] = [sys.executable]
+    elif shutil.which("python3", path="/usr/bin:/usr/local/bin") is None:
+        pytest.skip("no Python that everybody may start")
+    env = {"PATH": "/usr/bin:/usr/local/bin"} if user else dict(os.environ)
+    done = subprocess.run(words, user=user, env=env, capture_output=True, text=True, cwd="/", check=False)
+    assert done.stdout.strip() == ("403" if user else "200"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from loopback import SMALL, Loopback
 
+from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower import server
 from fedalloy.flower.credentials import make_site_key
+from fedalloy.flower.deploy import Deployment, free_port
 from fedalloy.flower.post import Lobby
 from fedalloy.flower.records import FACTS
 from fedalloy.flower.roster import ROSTER, Roster, clients_by_node, keys_in
+from fedalloy.flower.terms import Terms
 
 SETTINGS: dict[str, Any] = {**SMALL, "join_limit": 0.5, "round_limit": 5.0}
 ROLL = {100: 0, 101: 1, 102: 2}  # client by node
@@ -117,3 +120,11 @@ def test_what_is_no_key(tmp_path: Path) -> None:
     (place / "site-1" / "key.pub").write_text("ssh-rsa nonsense")
     with pytest.raises(FedAlloyError, match="holds no public key"):
         Roster(tmp_path / "roster.json").follow(keys_in(place), lambda name, file: 1, lambda node: None)
+
+
+def test_there_is_no_run_without_a_server(tmp_path: Path) -> None:
+    made = Deployment.create(
+        tmp_path / "made", Config(clients=2), Terms(sites="dealt"), ["127.0.0.1"], free_port()
+    )
+    with pytest.raises(FedAlloyError, match="the server does not run; type: fedalloy deploy server"):
+        made.start_run()

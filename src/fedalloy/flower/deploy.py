@@ -171,6 +171,7 @@ class Deployment:
 
     def flwr(self, *words: str) -> dict[str, Any]:
         """Flower's own command line, in JSON where it speaks that."""
+        assert self.control  # an error if there was never a server
         done = subprocess.run(
             [tool("flwr"), *words],
             env=self.environment,
@@ -178,6 +179,7 @@ class Deployment:
             text=True,
             timeout=120,
             check=False,
+            umask=0o077,
         )
         told = (done.stdout + done.stderr).strip()
         if done.returncode:

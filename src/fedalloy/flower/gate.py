@@ -56,11 +56,11 @@ class Gate:
             return  # neither websockets nor anything else
         path = scope["path"]
         if path not in OPEN or scope["raw_path"] != path.encode() or scope["method"] != "POST":
-            await _refuse(send, 404)
+            await refuse(send, 404)
         elif not self._signed(first := dict(reversed(scope["headers"]))):  # of two, Flower reads the first
-            await _refuse(send, 401)
+            await refuse(send, 401)
         elif not 0 <= _length(first) <= MOST_BYTES:
-            await _refuse(send, 413)
+            await refuse(send, 413)
         else:  # Flower's middlewares find their path by way of the Host header: it must not be the sender's
             headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
             await self.app(
@@ -104,7 +104,7 @@ def _length(headers: dict[bytes, bytes]) -> int:
         return -1
 
 
-async def _refuse(send: Send, status: int) -> None:
+async def refuse(send: Send, status: int) -> None:
     """Answer and hang up: what follows is not read."""
     headers = [(b"content-length", b"0"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})

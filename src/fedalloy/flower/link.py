@@ -1,4 +1,4 @@
-"""Flower's SuperLink with two doors: Fleet calls of known sites from outside, everything from this machine alone.
+"""Flower's SuperLink with two doors: Fleet calls of known sites from outside, everything for its owner on this machine.
 
 python -m fedalloy.flower.link FLEET-FD CONTROL-FD ROSTER CERTIFICATE KEY ARGUMENTS-OF-FLOWER-SUPERLINK
 
@@ -18,6 +18,7 @@ import uvicorn
 from flwr.superlink.cli import flower_superlink
 
 from fedalloy.flower.gate import Gate, Roster, bind_replies_to_senders
+from fedalloy.flower.owner import OwnerOnly
 
 LOOK = 1.0  # seconds between two looks for a new certificate
 MOST_CONNECTIONS = 1000  # at the same time, from outside
@@ -48,7 +49,7 @@ class Doors:
     async def _serve(self, app: Any, settings: dict[str, Any]) -> None:
         for name in ("reload", "workers"):
             settings.pop(name)
-        inside = uvicorn.Server(uvicorn.Config(app, **settings))
+        inside = uvicorn.Server(uvicorn.Config(OwnerOnly(app), **settings))
         outside = Quiet(
             uvicorn.Config(
                 Gate(app, self.roster),
