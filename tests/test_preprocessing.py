@@ -1,5 +1,6 @@
 """What is agreed on once: it survives a file to the last bit, refuses nonsense, and does not depend on grouping."""
 
+import contextlib
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from fedalloy.data import Prepare, Preprocessing, load
 from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
-from fuzzing import examples
+from fuzzing import dice, examples
 
 PICTURES = Preprocessing("image", (1, 8, 8), 2, ("cat", "dog"), (0.1 + 0.2,), (1 / 3,))
 TEXTS = Preprocessing("tokens", (7,), 2, vocab=4, vocabulary=("good", "bad"))
-TABLE = Preprocessing("vector", (2,), 2, (), (1e-300, 0.0), (5e-324, 1.0), feature_names=("age", "dose"))
+TABLE = Preprocessing("vector", (2,), 2, (), (1e-300, 0.1), (2e-38, 1.0), feature_names=("age", "dose"))
 
 
 @pytest.mark.parametrize("made", [PICTURES, TEXTS, TABLE])
@@ -44,6 +45,8 @@ def changed(made: Preprocessing, **changes: Any) -> str:
         (changed(PICTURES, mean=[10**400]), "mean is not finite"),
         (changed(PICTURES, std=[0.0]), "not positive"),
         (changed(PICTURES, std=[-1]), "not positive"),
+        (changed(PICTURES, std=[5e-324]), "beyond float32"),
+        (changed(PICTURES, mean=[1e300]), "beyond float32"),
         (changed(PICTURES, std=[1.0, 1.0]), "mean has 1 numbers and std 2; expected 1 each"),
         (changed(PICTURES, mean="0.5"), "mean is not what it should be"),
         (changed(PICTURES, mean=[True]), "mean is not what it should be"),
@@ -137,3 +140,18 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
         FedAlloyError, match=r"shape \(1, 9, 9\) in 2 classes; agreed on are image, \(1, 8, 8\)"
     ):
         load("one", tmp_path, agreed=PICTURES)
+
+
+@pytest.mark.fuzz
+def test_damaged_files_are_refused_or_mean_something() -> None:
+    """Bytes changed at random: a sentence, or a value that makes sense; nothing else."""
+    for one in dice(40, 5000):
+        for made in (PICTURES, TEXTS, TABLE):
+            text = bytearray(made.to_json().encode())
+            for _ in range(one.randint(1, 4)):
+                place = one.randrange(len(text))
+                text[place : place + one.randint(0, 3)] = bytes(
+                    one.choice(b'0123456789-+.eE[]{}", naN\x00\xff') for _ in range(one.randint(0, 3))
+                )
+            with contextlib.suppress(FedAlloyError):
+                assert Preprocessing.from_json(bytes(text)).nonsense() is None

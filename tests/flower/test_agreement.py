@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from flwr.app import Array, Message
 from loopback import Loopback
 
-from fedalloy.data import Preprocessing, load
+from fedalloy.data import Prepare, Preprocessing, load
 from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
@@ -19,8 +20,10 @@ from fedalloy.flower.agreement import FILE, SOURCE
 from fedalloy.flower.server import serve
 from fedalloy.flower.site import Desk
 from fedalloy.flower.statistics import from_items, to_items
+from fedalloy.folder import RunFolder
 from fedalloy.nets.base import Inputs
 from fedalloy.run import train
+from fuzzing import dice
 
 NAMES = "benign,malign"
 SETTINGS: dict[str, Any] = {
@@ -88,48 +91,86 @@ def test_masked_sums_are_as_exact(tmp_path: Path, make: Any) -> None:
     assert "masked" in json.loads((tmp_path / "masked" / SOURCE).read_text())["from"]
 
 
-def test_a_site_of_one_class_sees_what_the_others_see(tmp_path: Path) -> None:
-    """By its own mean and deviation a benign-only hospital looks like any other; by the agreed ones it does not."""
+def test_a_site_of_one_class_gets_right_what_others_get_right(tmp_path: Path) -> None:
+    """By its own mean and deviation a benign-only hospital looks like any other, and the same weights fail it."""
 
     def skewed(k: int) -> Any:
-        y = np.zeros(40, int) if k == 2 else np.arange(40) % 2
+        y = np.zeros(40, int) if k == 2 else (np.arange(40) % 6 > 0).astype(int)
         x = np.random.default_rng(k).normal(size=(40, 2)) * 0.3 + 4.0 * y[:, None]
         return x.astype(np.float32), y
 
     nodes = written(tmp_path, skewed)
-    grid_settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "method": "fedavg", "rounds": 15}
-    grid = Loopback(grid_settings, tmp_path / "state", nodes)
-    result = serve(grid, grid_settings)
-    assert result.history[-1]["metrics"]["per_client"][2] == 1.0
-    alone = grid.desks[102].federation
-    agreed = Preprocessing.from_json((tmp_path / "run" / FILE).read_text())
-    told = grid.desks[102]._settled(agreed.to_json())[0]
-    x = told.dataset.x
-    own_view, agreed_view = alone.prepare(x), told.prepare(x)
-    assert abs(float(own_view.mean())) < 0.2  # in the middle of both classes: half of it is on the wrong side
-    assert float(agreed_view.mean()) < -0.6
+    settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "method": "fedavg", "rounds": 15}
+    grid = Loopback(settings, tmp_path / "state", nodes)
+    result = serve(grid, settings)
+    assert [result.history[-1]["metrics"]["per_client"][k] for k in range(3)] == [1.0] * 3
+    desk = grid.desks[102]
+    told, setup = desk._settled((tmp_path / "run" / FILE).read_text())
+    site = setup.sites.of(2)
+    weights = RunFolder(result.folder).checkpoint()[1]["server.weights"]
+    net = site.net
+    torch.nn.utils.vector_to_parameters(weights, net.parameters())
+
+    def accuracy(prepare: Prepare) -> float:
+        with torch.no_grad():
+            guess = net.eval()(prepare(told.dataset.x)).logits.argmax(1)
+        return float((guess == told.dataset.y).double().mean())
+
+    assert accuracy(told.prepare) == 1.0
+    assert accuracy(desk.federation.prepare) < 0.8  # by its own statistics, as it was before anybody agreed
 
 
-def test_texts_need_a_vocabulary_that_was_given(tmp_path: Path) -> None:
+def text_sites(root: Path) -> list[dict[str, Any]]:
+    """Three sites that use other words, each with a split of its own; `whole.csv` holds them all."""
     words = ["good fine", "bad ill", "good well", "bad pain"]
-    (tmp_path / "all").mkdir()
-    nodes = []
+    header, whole, nodes = "text,label,split\n", "", []
     for k in range(3):
-        (tmp_path / f"site{k}").mkdir()
-        rows = "".join(f"{words[(n + k) % 4]} {'x' * k},{(n + k) % 2}\n" for n in range(12))
-        (tmp_path / f"site{k}" / "scans.csv").write_text("text,label\n" + rows)
-        nodes.append({"data-root": str(tmp_path / f"site{k}")})
+        (root / f"site{k}").mkdir(parents=True)
+        rows = "".join(
+            f"{words[(n + k) % 4]} {'here ' * k}{words[k]},{(n + k) % 2},{'test' if n < 4 else 'train'}\n"
+            for n in range(16)
+        )
+        (root / f"site{k}" / "scans.csv").write_text(header + rows)
+        whole += rows
+        nodes.append({"data-root": str(root / f"site{k}")})
+    (root / "whole.csv").write_text(header + whole)
+    return nodes
+
+
+def test_texts_are_numbered_alike_and_trained_as_in_a_simulation(tmp_path: Path) -> None:
+    nodes, names = text_sites(tmp_path), ("benign", "malign")
     with pytest.raises(FedAlloyError, match="must number words alike: give the server --preprocessing FILE"):
         served(tmp_path, nodes, model="bilstm", method="fedavg")
-    agreed = Preprocessing(
-        "tokens", (5,), 2, ("benign", "malign"), vocab=5, vocabulary=("good", "bad", "ill")
-    )
-    (tmp_path / "given.json").write_text(agreed.to_json())
-    result = served(
-        tmp_path, nodes, model="bilstm", method="fedavg", preprocessing=str(tmp_path / "given.json"), rounds=1
-    )
-    assert result.summary["status"] == "finished"
-    assert (tmp_path / "run" / FILE).read_text() == agreed.to_json()
+    joined = load("whole", tmp_path, names)
+    (tmp_path / "given.json").write_text(joined.preprocessing.to_json())
+    given = {"preprocessing": str(tmp_path / "given.json")}
+    result = served(tmp_path, nodes, model="bilstm", method="fedavg", **given)
+    assert (tmp_path / "run" / FILE).read_text() == joined.preprocessing.to_json()
+    domain = torch.cat([torch.arange(3).repeat_interleave(12), torch.arange(3).repeat_interleave(4)])
+    fed = federate(replace(joined, domain=domain, domain_names=("a", "b", "c")), 3, "domain")
+    simulation = train(fed, "bilstm", "fedavg", rounds=2, lr=0.1, batch=16, engine="inline")
+    assert result.summary["weights_sha256"] == simulation.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("test_share", [0.0, 0.25])
+def test_statistics_do_not_depend_on_what_sites_test_on(tmp_path: Path, test_share: float) -> None:
+    served(tmp_path, written(tmp_path, vectors), test_share=test_share, rounds=1)
+    joined = load("part0+part1+part2", tmp_path / "all", tuple(NAMES.split(",")))
+    agreed = Preprocessing.from_json((tmp_path / "run" / FILE).read_text())
+    assert (agreed.mean, agreed.std) == (joined.mean, joined.std)
+
+
+def test_one_site_cannot_drown_the_others(tmp_path: Path) -> None:
+    """Totals that are possible but absurd, 1e30 where others have 1: refused by name."""
+
+    def absurd(k: int) -> Any:
+        x, y = vectors(k)
+        return (x * np.float32(1e30) if k == 1 else x), y
+
+    served(tmp_path, written(tmp_path, absurd), method="fedavg", rounds=1)
+    source = json.loads((tmp_path / "run" / SOURCE).read_text())
+    assert source["refused"] == {"1": "sends sums a million times beyond those of the others"}
+    assert max(Preprocessing.from_json((tmp_path / "run" / FILE).read_text()).std) < 1e5
 
 
 def test_given_statistics_are_used_and_nothing_is_asked(tmp_path: Path) -> None:
@@ -152,6 +193,7 @@ def test_given_statistics_are_used_and_nothing_is_asked(tmp_path: Path) -> None:
         ({"mean": "a", "std": "1"}, "something else than numbers"),
         ({"mean": "nan", "std": "1"}, "something else than numbers"),
         ({"mean": "0.1,0.2", "std": "1,1"}, "expected 1 each"),
+        ({"mean": "33.3", "std": "78.5"}, r"of pixels scaled to \[0, 1\]; divide"),
         ({"preprocessing": "nowhere.json"}, "No such file"),
         ({"preprocessing": "x", "mean": "0.1", "std": "1"}, "leave --mean and --std away"),
         ({"method": "fedavg+private"}, "does not cover counts, sums and squares"),
@@ -257,3 +299,28 @@ def test_limbs_carry_any_total() -> None:
     x = torch.tensor([[3.4e38, -1e-45], [3.4e38, -3e38]])
     totals = Totals.of("vector", x)
     assert from_items(to_items(totals), Inputs("vector", (2,), 2), 2) == totals
+
+
+@pytest.mark.fuzz
+def test_made_up_statistics_are_refused_or_possible() -> None:
+    """Whatever arrives as totals ends in a sentence, or in a finite mean and a positive deviation."""
+    inputs, honest = Inputs("vector", (2,), 2), Totals.of("vector", torch.randn(20, 2))
+    dtypes = [torch.int64, torch.int64, torch.int64, torch.float64, torch.int32, torch.bool]
+    for one in dice(100, 5000):
+        items = to_items(honest)
+        name = one.choice(list(items))
+        draws = torch.Generator().manual_seed(one.getrandbits(40))
+        size = one.choice([1, 2**16, 2**40, 2**62])
+        shape = tuple(items[name].shape) if one.random() < 0.8 else (one.randint(0, 3), one.randint(0, 50))
+        made = torch.randint(-size, size, shape, generator=draws).to(one.choice(dtypes))
+        items[name] = (
+            torch.where(made > 0, made, items[name])
+            if one.random() < 0.3 and made.shape == items[name].shape
+            else made
+        )
+        try:
+            mean, std = from_items(items, inputs, one.choice([None, 20])).stats()
+        except FedAlloyError:
+            continue
+        assert np.isfinite([*mean, *std]).all()
+        assert min(std) > 0

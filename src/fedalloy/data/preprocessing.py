@@ -12,6 +12,7 @@ from fedalloy.nets.base import Inputs, Kind
 FORMAT = "fedalloy preprocessing 1"
 MOST_BYTES = 16 * 1024 * 1024  # of JSON: twenty thousand words take about 200 KiB
 MOST = 2**31  # no dimension, number of classes or vocabulary is larger
+SMALLEST, LARGEST = 2.0**-126, 2.0**120  # what float32 divides by, pixels' levels included
 KINDS = ("image", "vector", "tokens")
 
 
@@ -90,6 +91,10 @@ class Preprocessing:
             return "mean or std is not finite"
         if any(value <= 0 for value in self.std):
             return "a standard deviation is not positive"
+        if any(value < SMALLEST for value in self.std) or any(
+            abs(value) > LARGEST for value in self.mean + self.std
+        ):
+            return "mean or std is beyond float32"
         return None
 
     @property

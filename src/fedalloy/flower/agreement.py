@@ -15,12 +15,12 @@ from fedalloy.alloy import Alloy
 from fedalloy.config import Config
 from fedalloy.data.assemble import known_stats
 from fedalloy.data.preprocessing import Preprocessing
-from fedalloy.data.totals import Totals
+from fedalloy.data.totals import Stats, Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.masked import masked_sum
 from fedalloy.flower.post import PAUSE, ROOM, SPARE, Guest, Lobby, pulled
 from fedalloy.flower.records import read_reply
-from fedalloy.flower.statistics import CLIP, STATISTICS, declared, from_items, in_order, shown
+from fedalloy.flower.statistics import CLIP, STATISTICS, declared, far_off, from_items, in_order, shown
 from fedalloy.flower.terms import Terms
 from fedalloy.storage import write_whole
 
@@ -73,7 +73,7 @@ def agree(config: Config, terms: Terms, method: Alloy, lobby: Lobby) -> tuple[Pr
     inputs = first.inputs
     bare = Preprocessing(inputs.kind, inputs.shape, inputs.classes, terms.classes, feature_names=names)
     if terms.mean:
-        return _checked(bare.scaled_by(terms.given_mean, terms.given_std)), {"from": "terms"}
+        return _checked(bare.scaled_by(*_given(terms, inputs.kind))), {"from": "the terms"}
     if inputs.kind == "tokens":
         raise FedAlloyError(f"sites with texts or tokens of their own must number words alike: {GIVE}")
     if stats := known_stats(config.data, inputs.kind, inputs.shape[0]):
@@ -88,7 +88,10 @@ def agree(config: Config, terms: Terms, method: Alloy, lobby: Lobby) -> tuple[Pr
         total, used = _masked(lobby, asked, terms.round_limit)
         refused |= dict.fromkeys(asked.keys() - set(used), "did not stay until the end")
     else:
-        heard = _heard(lobby, asked, terms.round_limit, names, refused)
+        heard = _heard(config, lobby, asked, terms.round_limit, names, refused)
+        for k in far_off(heard):
+            refused[k] = "sends sums a million times beyond those of the others"
+            del heard[k]
         used = sorted(heard)
         if len(used) < terms.least_replies:
             why = "; ".join(f"client {k} {word}" for k, word in sorted(refused.items()))
@@ -106,6 +109,15 @@ def agree(config: Config, terms: Terms, method: Alloy, lobby: Lobby) -> tuple[Pr
         "slots": {name: list(spec.shape) for name, spec in declared(inputs.shape[0]).items()},
         "bytes": size * len(used),
     }
+
+
+def _given(terms: Terms, kind: str) -> Stats:
+    mean, std = terms.given_mean, terms.given_std
+    if kind == "image" and not all(0 <= value <= 1 for value in (*mean, *std)):
+        raise FedAlloyError(
+            "--mean and --std are of pixels scaled to [0, 1]; divide what is of 0 to 255 by 255"
+        )
+    return mean, std
 
 
 def refuse_sealed(method: Alloy) -> None:
@@ -135,7 +147,12 @@ def _question() -> RecordDict:
 
 
 def _heard(
-    lobby: Lobby, asked: dict[int, Guest], limit: float, names: tuple[str, ...], refused: dict[int, str]
+    config: Config,
+    lobby: Lobby,
+    asked: dict[int, Guest],
+    limit: float,
+    names: tuple[str, ...],
+    refused: dict[int, str],
 ) -> dict[int, Totals]:
     """Every site's totals by client; whoever sends none that can be used is refused by name."""
     waiting: dict[str, int] = {}
@@ -148,7 +165,7 @@ def _heard(
         for message_id, answer in pulled(lobby.grid, list(waiting)):
             k = waiting.pop(message_id)
             try:
-                heard[k] = in_order(_totals(answer, asked[k]), asked[k].columns, names)
+                heard[k] = in_order(_totals(answer, asked[k], config.test_share), asked[k].columns, names)
             except FedAlloyError as error:
                 refused[k] = str(error)
         if waiting:
@@ -157,12 +174,15 @@ def _heard(
     return dict(sorted(heard.items()))
 
 
-def _totals(answer: Message | str, guest: Guest) -> Totals:
+def _totals(answer: Message | str, guest: Guest, test_share: float) -> Totals:
     if isinstance(answer, str):
         raise FedAlloyError(answer)
     if answer.has_error():
         raise FedAlloyError(f"failed: {answer.error.reason}")
-    return from_items(read_reply(answer.content, guest.client, ROOM).items, guest.inputs, guest.samples)
+    reply = read_reply(answer.content, guest.client, ROOM)
+    if not test_share and reply.samples != guest.samples:
+        raise FedAlloyError(f"counts {reply.samples} samples, and said that it has {guest.samples}")
+    return from_items(reply.items, guest.inputs, reply.samples)
 
 
 def _masked(lobby: Lobby, asked: dict[int, Guest], limit: float) -> tuple[Totals, list[int]]:
@@ -178,4 +198,4 @@ def _masked(lobby: Lobby, asked: dict[int, Guest], limit: float) -> tuple[Totals
         for key, value in zip(sorted(specs), values, strict=True)
     }
     used = sorted(k for k, guest in asked.items() if guest.node in answered)
-    return from_items(items, inputs, sum(asked[k].samples for k in used)), used
+    return from_items(items, inputs), used

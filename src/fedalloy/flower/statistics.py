@@ -1,5 +1,9 @@
 """Counts, sums and squares on their way: whole numbers in limbs of 16 bits, which secure aggregation adds exactly."""
 
+from collections.abc import Mapping
+from fractions import Fraction
+from statistics import median_low
+
 import torch
 
 from fedalloy.data.preprocessing import Preprocessing
@@ -11,6 +15,7 @@ from fedalloy.wire import Items, Reply, Slot, Spec, refusal
 STATISTICS = "statistics"
 LIMB = 16  # bits
 LIMBS = {"count": 4, "sums": 22, "squares": 40}  # enough for 2^40 numbers of float32
+FAR = 10**6  # times the usual size of numbers in a column: more than grams for micrograms
 CLIP = float(2**21)  # with SecAgg+'s 2^22 steps over twice this, whole numbers stay whole
 
 
@@ -53,6 +58,19 @@ def from_items(items: Items, inputs: Inputs, samples: int | None = None) -> Tota
     if samples is not None and found.count != samples * each:
         raise FedAlloyError(f"counts {found.count} numbers in {samples} samples")
     return found
+
+
+def far_off(heard: Mapping[int, Totals]) -> list[int]:
+    """Clients whose numbers are, in some column, far beyond those of most: among three or more, one may be wrong."""
+    if len(heard) < 3:
+        return []
+    power = {k: [Fraction(square, totals.count) for square in totals.squares] for k, totals in heard.items()}
+    middle = [median_low(column) for column in zip(*power.values(), strict=True)]
+    return [
+        k
+        for k, squares in power.items()
+        if any(usual and square > FAR**2 * usual for square, usual in zip(squares, middle, strict=True))
+    ]
 
 
 def in_order(totals: Totals, columns: tuple[str, ...], agreed: tuple[str, ...]) -> Totals:
