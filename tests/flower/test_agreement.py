@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from fedalloy.run import train
 from fuzzing import dice
 
 NAMES = "benign,malign"
+DIGITS = "0,1,2,3,4,5,6,7,8,9"
 SETTINGS: dict[str, Any] = {
     "method": "scaffold", "model": "mlp(hidden=4)", "clients": 3, "rounds": 2, "lr": 0.1, "batch": 16,
     "data": "scans", "class_names": NAMES, "join_limit": 1.0, "round_limit": 5.0,
@@ -105,6 +108,9 @@ def test_a_site_of_one_class_gets_right_what_others_get_right(tmp_path: Path) ->
     result = serve(grid, settings)
     assert [result.history[-1]["metrics"]["per_client"][k] for k in range(3)] == [1.0] * 3
     desk = grid.desks[102]
+    assert (
+        desk._settled((tmp_path / "run" / FILE).read_text())[0].dataset.x is desk.federation.dataset.x
+    )  # no copy
     told, setup = desk._settled((tmp_path / "run" / FILE).read_text())
     site = setup.sites.of(2)
     weights = RunFolder(result.folder).checkpoint()[1]["server.weights"]
@@ -293,6 +299,42 @@ def test_a_site_with_another_shape_is_refused_where_it_is(tmp_path: Path) -> Non
         desk.hello(agreed.to_json())
     with pytest.raises(FedAlloyError, match="other classes than the terms"):
         desk.hello(Preprocessing("image", (1, 4, 4), 2, ("cat", "dog"), (0.5,), (0.5,)).to_json())
+
+
+def command(*words: object) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "fedalloy", *map(str, words)], capture_output=True, text=True, check=False
+    )
+    return done.returncode, (done.stdout + done.stderr).replace("\n", " ")
+
+
+def test_a_file_from_pilot_data_goes_into_a_deployment(tmp_path: Path) -> None:
+    file, made = tmp_path / "pilot.json", tmp_path / "federation"
+    code, said = command("preprocessing", "digits", "--class-names", DIGITS, "--out", file)
+    assert code == 0
+    agreed = Preprocessing.from_json(file.read_text())
+    assert agreed.sha256[:12] in said
+    asked = ("deploy", "init", made, "--clients", 2, "--data", "scans", "--class-names", DIGITS)
+    assert command(*asked, "--preprocessing", file, "--method", "fedavg+private")[0] == 0
+    assert (made / "server" / FILE).read_text() == agreed.to_json()
+    assert "given in the terms" in (made / "README.md").read_text()
+    assert 'preprocessing = "preprocessing.json"' in (made / "app" / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--method", "fedavg+private"), "does not cover counts, sums and squares"),
+        (("--preprocessing", "nowhere.json"), "nowhere.json: No such file"),
+        (("--mean", "0.5"), "--mean and --std go together"),
+    ],
+)
+def test_a_deployment_that_cannot_agree_is_not_made(tmp_path: Path, more: tuple[str, ...], why: str) -> None:
+    made = tmp_path / "federation"
+    asked = ("deploy", "init", made, "--clients", 2, "--data", "scans", "--class-names", DIGITS)
+    code, said = command(*asked, *more)
+    assert (code, why in said) == (2, True), said
+    assert not made.exists()
 
 
 def test_limbs_carry_any_total() -> None:

@@ -16,7 +16,8 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fedalloy import __version__
 from fedalloy.client import Info
 from fedalloy.config import Config
-from fedalloy.data import IID, Preprocessing, Split, load
+from fedalloy.data import IID, Prepare, Preprocessing, Split, load, parse_augment
+from fedalloy.data.assemble import fitted
 from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
@@ -206,9 +207,22 @@ class Desk:
             agreed = Preprocessing.from_json(text, "the server's preprocessing")
             if agreed.class_names != self.terms.classes:
                 raise FedAlloyError("the server's preprocessing names other classes than the terms")
-            share = self._share(agreed)
+            share = self._scaled(agreed) or self._share(agreed)
             self._last = (text, share, Setup(self.config, share))
         return self._last[1:]
+
+    def _scaled(self, agreed: Preprocessing) -> Share | None:
+        """The data as they are in memory, under other statistics; None where they have to be read anew."""
+        share, own = self.federation, self.federation.dataset
+        if not isinstance(share, Share) or own.kind == "tokens":
+            return None
+        if own.feature_names not in ((), agreed.feature_names):
+            return None
+        return replace(
+            share,
+            dataset=fitted(own, agreed),
+            prepare=Prepare.of(agreed, parse_augment(self.config.augment)),
+        )
 
     def _federation(self) -> Federation:
         return federate(**self.config.dealing) if self.terms.sites == "dealt" else self._share()
