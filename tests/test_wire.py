@@ -20,7 +20,8 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.local import Local
 from fedalloy.nets.base import Inputs
 from fedalloy.registry import make
-from fedalloy.server import Fold, Server, in_order
+from fedalloy.replies import in_order
+from fedalloy.server import Fold, Server
 from fedalloy.site import Site
 from fedalloy.wire import MOST_SAMPLES, Items, Reply, Slot, Spec, bytes_of, diverged, dump, refusal, restore
 from fuzzing import examples

@@ -34,3 +34,16 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise FedAlloyError(f"cannot write {path}: {reason}; give another --out") from None
+
+
+MOST_SHOWN = 300  # characters of what somebody else said
+
+
+def plain(text: object) -> str:
+    """What somebody else said, fit for a log: printable, on one line and short.
+
+    >>> plain("a\\x1b[2J\\nb")
+    'a?[2J?b'
+    """
+    shown = "".join(letter if letter.isprintable() else "?" for letter in str(text)[: MOST_SHOWN + 1])
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."

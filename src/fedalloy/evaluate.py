@@ -1,6 +1,7 @@
 """How good are the models? The server's on the global test set, the clients' own on their own test splits."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 from fedalloy.engines.base import Engine
 from fedalloy.federation import Federation
 from fedalloy.random import generator
+from fedalloy.replies import Outcome, usable
 from fedalloy.server import Server
-from fedalloy.wire import Mail, Reply
+from fedalloy.wire import MOST_SAMPLES, Mail, Reply, Slot, Spec
 from fedalloy.workshop import CHUNK
 
 MOST_LISTED = 1000  # beyond this many clients, accuracies per client are not listed
@@ -19,10 +21,16 @@ Metrics = dict[str, Any]
 
 
 def evaluate(
-    server: Server, federation: Federation, engine: Engine, most_clients: int | None = None
-) -> Metrics:
-    """All metrics of a round. A method without a global model has no `global_acc`: it is absent, not zero."""
+    server: Server,
+    federation: Federation,
+    engine: Engine,
+    most_clients: int | None = None,
+    *,
+    on_global: bool = True,
+) -> tuple[Metrics, Outcome]:
+    """All metrics of a round, and what clients answered. Without a global model `global_acc` is absent, not zero."""
     metrics: Metrics = {}
+    outcome = Outcome()
     scored: dict[int, tuple[Tensor, Tensor]] = {}
     shown = server.shown() if len(federation.scored) else {}
     for name, (flat, buffers) in shown.items():
@@ -31,8 +39,9 @@ def evaluate(
         predictions, losses = scored[id(flat)]
         metrics |= _model_metrics(name, federation, predictions, losses)
     if federation.judged_locally(server.method):
-        metrics |= _personal_metrics(server, federation, engine, most_clients)
-    return metrics
+        tested = len(federation.split.global_test) if on_global and federation.common_test else None
+        metrics |= _personal_metrics(server, federation, engine, most_clients, tested, outcome)
+    return metrics, outcome
 
 
 def _score(
@@ -65,7 +74,12 @@ def _model_metrics(name: str, federation: Federation, predictions: Tensor, losse
 
 
 def _personal_metrics(
-    server: Server, federation: Federation, engine: Engine, most_clients: int | None
+    server: Server,
+    federation: Federation,
+    engine: Engine,
+    most_clients: int | None,
+    tested: int | None,
+    outcome: Outcome,
 ) -> Metrics:
     """C.Avg is the mean over clients, D.Avg pools samples; clients without test samples count in neither."""
     clients = federation.eligible
@@ -73,10 +87,12 @@ def _personal_metrics(
         order = torch.randperm(len(clients), generator=generator(server.seed, "eval clients"))
         clients = sorted(clients[i] for i in order[:most_clients].tolist())
     mails = [server.send(client, "evaluate") for client in clients]
-    answers = (reply for reply in engine.carry(mails) if not reply.error)
-    replies = sorted(answers, key=lambda reply: reply.client)
+    declared, doubt = declared_tests(federation.dataset.classes, tested), partial(impossible, tested=tested)
+    answers = engine.carry(mails)
+    replies = list(usable(server.round, clients, answers, declared, outcome, doubt=doubt))
+    stands_for = {"personal_clients": len(replies), "personal_asked": len(clients)}
     if not replies:
-        return {"personal_local_acc": None, "personal_local_acc_clients": None}
+        return {"personal_local_acc": None, "personal_local_acc_clients": None, **stands_for}
     accuracies = {r.client: _ratio(r.items["right"].sum(), r.items["count"].sum()) for r in replies}
     known = [accuracy for accuracy in accuracies.values() if accuracy is not None]
     right, count = _total(replies, "right"), _total(replies, "count")
@@ -84,15 +100,32 @@ def _personal_metrics(
         "personal_local_acc": _ratio(right.sum(), count.sum()),
         "personal_local_acc_clients": sum(known) / len(known) if known else None,
         "per_class": [_ratio(r, n) for r, n in zip(right, count, strict=True)],
+        **stands_for,
     }
     if federation.clients <= MOST_LISTED:
         metrics["per_client"] = [accuracies.get(client) for client in range(federation.clients)]
-    if all("global" in reply.items for reply in replies):
-        tested = len(federation.split.global_test)
-        metrics["personal_on_global_acc"] = sum(int(r.items["global"]) for r in replies) / (
-            tested * len(replies)
-        )
+    if tested:
+        hits = sum(int(reply.items["global"]) for reply in replies)
+        metrics["personal_on_global_acc"] = hits / (tested * len(replies))
     return metrics
+
+
+def declared_tests(classes: int, tested: int | None) -> dict[str, Spec]:
+    """What a client tells of its own model: right answers and test samples by class; right ones of the global test set."""
+    by_class = Spec(Slot("sum", ("classes",), torch.int64), (classes,))
+    common = {} if tested is None else {"global": Spec(Slot("sum", (), torch.int64), ())}
+    return {"right": by_class, "count": by_class, **common}
+
+
+def impossible(reply: Reply, tested: int | None) -> str | None:
+    """Why numbers of the right kind cannot be true, or None."""
+    if bool((reply.items["right"] > reply.items["count"]).any()):
+        return "claims more right answers than test samples"
+    if int(reply.items["count"].sum()) > MOST_SAMPLES:
+        return f"claims {int(reply.items['count'].sum())} test samples"
+    if tested is not None and int(reply.items["global"]) > tested:
+        return f"claims {int(reply.items['global'])} right answers of {tested}"
+    return None
 
 
 def _shares(right: Tensor, group: Tensor, groups: int) -> list[float | None]:

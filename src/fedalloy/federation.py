@@ -67,6 +67,11 @@ class Federation:
         """Whether models are tried where the clients are: personal ones, or any where there is no global test set."""
         return method.personal or len(self.scored) == 0
 
+    @property
+    def common_test(self) -> bool:
+        """Whether clients have the global test set at hand, to try their own models on."""
+        return True
+
     @cached_property
     def test_owner(self) -> Tensor:
         """For each of the scored samples the client whose local test split holds it, or -1."""

@@ -30,7 +30,8 @@ from fedalloy.evaluate import evaluate
 from fedalloy.federation import Federation, federate
 from fedalloy.folder import RunFolder
 from fedalloy.random import generator
-from fedalloy.server import Outcome, Server
+from fedalloy.replies import Outcome
+from fedalloy.server import Server
 from fedalloy.site import CPU, Sites
 from fedalloy.storage import fingerprint
 from fedalloy.wire import Mail, Reply, bytes_of, diverged
@@ -256,9 +257,11 @@ def one_round(
     for asker in [] if blown else setup.method.asking(last=number == config.rounds):
         bytes_down |= ask(setup, server, engine, asker, outcome)
         watch.lap("train")
-    metrics = None
+    metrics, tests = None, Outcome()
     if not blown and (number % config.eval_every == 0 or number == config.rounds):
-        metrics = evaluate(server, federation, engine, config.eval_clients)
+        metrics, tests = evaluate(
+            server, federation, engine, config.eval_clients, on_global=config.personal_on_global
+        )
         watch.lap("evaluate")
     accepted = outcome.accepted
     diagnostics = None
@@ -269,7 +272,8 @@ def one_round(
         "round": number,
         "participants": chosen,
         **({"sampled": len(chosen) / len(federation.eligible)} if setup.method.with_hook("account") else {}),
-        "refused": [{"client": client, "why": why} for client, why in outcome.refused.items()],
+        "refused": named(outcome),
+        **({"refused_evaluation": named(tests)} if tests.refused else {}),
         "train_loss": statistics.fmean(told) if (told := losses(accepted)) else None,
         "samples": sum(reply.seen for reply in accepted),
         "steps": sum(reply.steps for reply in accepted),
@@ -280,6 +284,11 @@ def one_round(
         **({"diagnostics": diagnostics} if diagnostics else {}),
         **({"diverged": True} if blown else {}),
     }
+
+
+def named(outcome: Outcome) -> list[Record]:
+    """Whose reply was not used, and why."""
+    return [{"client": client, "why": why} for client, why in outcome.refused.items()]
 
 
 def losses(replies: Sequence[Reply]) -> list[float]:

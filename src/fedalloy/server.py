@@ -1,7 +1,7 @@
 """The server's side of a round: send, receive, fold. It knows slots, never a method."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,20 +9,11 @@ from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Folded, Mechanism, Slots
 from fedalloy.client import Info
-from fedalloy.errors import FedAlloyError
 from fedalloy.local import Local
 from fedalloy.random import generator
+from fedalloy.replies import Outcome, usable
 from fedalloy.site import Site
-from fedalloy.wire import Errand, Items, Mail, Reply, Spec, bytes_of, refusal
-
-
-@dataclass
-class Outcome:
-    """What one round brought."""
-
-    accepted: list[Reply] = field(default_factory=list)  # without their items, once these are folded
-    refused: dict[int, str] = field(default_factory=dict)
-    bytes_up: dict[str, int] = field(default_factory=dict)
+from fedalloy.wire import Errand, Items, Mail, Reply, Spec
 
 
 class Server:
@@ -133,29 +124,13 @@ class Server:
         declared: Mapping[str, Spec],
         outcome: Outcome,
     ) -> Iterator[Reply]:
-        """Check every reply, in ascending client id; what came and what was refused goes into the outcome."""
-        due = set(expected)
-        weighed = self.method.by_size and any(spec.slot.reduce == "mean" for spec in declared.values())
-        for reply in in_order(sorted(expected), replies):
-            for key, count in bytes_of(reply.items).items():
-                outcome.bytes_up[key] = outcome.bytes_up.get(key, 0) + count
-            why = self._stray(reply, expected, due) or refusal(reply, declared, weighed=weighed)
-            try:
-                items = {} if why else self.site.unpack(way, reply.items, self.weights, self.round)
-            except FedAlloyError as error:
-                why = str(error)
-            if why:
-                outcome.refused.setdefault(reply.client, why)
-                continue
-            outcome.accepted.append(_without_items(reply))
-            yield replace(reply, items=items)
+        """Every reply that can be used, unpacked; where nothing hides it, each says how many samples it stands for."""
 
-    def _stray(self, reply: Reply, expected: Sequence[int], due: set[int]) -> str | None:
-        """Why nobody waits for a reply, or None; `due` are the clients that have not answered yet."""
-        if reply.client not in due:
-            return "answered twice" if reply.client in expected else "was not asked"
-        due.remove(reply.client)
-        return None if reply.round == self.round else f"answered round {reply.round}"
+        def read(reply: Reply) -> Reply:
+            return replace(reply, items=self.site.unpack(way, reply.items, self.weights, self.round))
+
+        weighed = self.method.claimant("seal") is None
+        return usable(self.round, expected, replies, declared, outcome, weighed=weighed, read=read)
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
@@ -189,29 +164,6 @@ class Server:
         for label, box in self.boxes.items():
             prefix = label + "."
             box.keep = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
-
-
-def in_order(expected: Sequence[int], replies: Iterable[Reply]) -> Iterator[Reply]:
-    """Replies in ascending client id, each as soon as all before it are there: sums are always taken in this order.
-
-    What nobody waits for comes last.
-    """
-    waiting: dict[int, Reply] = {}
-    strays: list[Reply] = []
-    missing = set(expected)
-    ahead = iter(expected)
-    due = next(ahead, None)
-    for reply in replies:
-        if reply.client not in missing:
-            strays.append(reply)
-            continue
-        missing.remove(reply.client)
-        waiting[reply.client] = reply
-        while due in waiting:
-            yield waiting.pop(due)
-            due = next(ahead, None)
-    yield from (waiting[client] for client in sorted(waiting))
-    yield from strays
 
 
 class Fold:
@@ -283,7 +235,3 @@ def _of(label: str, slots: Slots, reply: Reply) -> Items:
 
 def _rows(counts: Tensor, like: Tensor) -> Tensor:
     return counts.view(-1, *[1] * (like.dim() - 1))
-
-
-def _without_items(reply: Reply) -> Reply:
-    return replace(reply, items={})

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError, plain
 
 Reduce = Literal["mean", "uniform", "sum", "class_mean", "all"]
 Dim = int | str
@@ -22,6 +22,7 @@ Items = dict[str, Tensor]
 Errand = Literal["train", "evaluate", "score", "tell"]
 
 MOST_SAMPLES = 10**12  # a client that claims more is not believed
+WHOLE = (torch.int64, torch.int32, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Slot:
         ""  # the slot that says which classes the rows are for: their counts, or whether they are held
     )
     uniform: bool = False  # class_mean only: every holder of a class counts the same
+    least: float | None = None  # what no value can be below
 
     @property
     def itemsize(self) -> int:
@@ -109,25 +111,50 @@ def refusal(reply: Reply, declared: Mapping[str, Spec], *, weighed: bool) -> str
     """Why a reply cannot be used, or None. Broadcastable shapes are wrong shapes."""
     if reply.error:
         return reply.error
-    if weighed and not (type(reply.samples) is int and 0 < reply.samples <= MOST_SAMPLES):  # True is no count
-        return f"claims {reply.samples} samples"
+    if why := _fact_refusal(reply, weighed=weighed):
+        return why
     if missing := sorted(declared.keys() - reply.items.keys()):
         return f"lacks {', '.join(missing)}"
     if extra := sorted(reply.items.keys() - declared.keys()):
-        return f"sent undeclared {', '.join(extra)}"
+        return plain(f"sent undeclared {', '.join(extra)}")
     for key, spec in declared.items():
         value = reply.items[key]
         if value.dtype != spec.slot.dtype:
             return f"{key} is {_short(value.dtype)}, declared {_short(spec.slot.dtype)}"
         if not spec.fits(tuple(value.shape)):
-            return f"{key} has shape {tuple(value.shape)}, declared {spec.shape}"
+            return plain(f"{key} has shape {tuple(value.shape)}, declared {spec.shape}")
         if value.is_floating_point() and not finite(value):
             return f"{key} is not finite"
     for key, spec in declared.items():
         if spec.slot.counts and (why := _class_refusal(reply, key, spec.slot)):
             return why
+    for key, spec in declared.items():
+        if why := _range_refusal(key, reply.items[key], spec.slot):
+            return why
     if not math.isfinite(reply.loss):
         return "its training loss is not finite"
+    return None
+
+
+def _fact_refusal(reply: Reply, *, weighed: bool) -> str | None:
+    """Counts are whole numbers that somebody could hold, also where nothing is weighed by them."""
+    for name in ("samples", "steps", "seen"):
+        count, least = getattr(reply, name), int(weighed and name == "samples")
+        if type(count) is not int or not least <= count <= MOST_SAMPLES:  # True is no count
+            return plain(f"claims {count!r} {name}")
+    if type(reply.loss) is not float:
+        return plain(f"claims a training loss of {reply.loss!r}")
+    if type(reply.seconds) is not float or not 0 <= reply.seconds < math.inf:
+        return plain(f"claims to have taken {reply.seconds!r} seconds")
+    return None
+
+
+def _range_refusal(key: str, value: Tensor, slot: Slot) -> str | None:
+    """Whole numbers on the wire are counts; a slot may say more of its values."""
+    if slot.dtype in WHOLE and bool(((value < 0) | (value > MOST_SAMPLES)).any()):
+        return f"claims impossible counts as {key}"
+    if slot.least is not None and bool((value < slot.least).any()):
+        return f"{key} holds values below {slot.least:g}"
     return None
 
 
@@ -170,5 +197,5 @@ def restore(blob: bytes) -> tuple[Items, dict[str, object]]:
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         facts = json.loads(header.get("__metadata__", {}).get("facts", "{}"))
     except (safetensors.SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise FedAlloyError(f"not a FedAlloy message: {error}") from None
+        raise FedAlloyError(f"not a FedAlloy message: {plain(error)}") from None
     return items, facts

@@ -60,7 +60,7 @@ def play(method: str, model: str, folder: Path, device: torch.device) -> tuple[s
         assert not outcome.refused
         for asker in alloy.asking(last=round == ROUNDS):
             server.hear(asker, FED.eligible, engine.carry(server.ask(asker, FED.eligible)))
-        metrics.append(evaluate(server, FED, engine))
+        metrics.append(evaluate(server, FED, engine)[0])
     return fingerprint(server.state()), vault.fingerprint(), metrics
 
 

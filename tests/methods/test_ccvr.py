@@ -17,7 +17,7 @@ from fedalloy.folder import RunFolder
 from fedalloy.methods import ccvr
 from fedalloy.methods.ccvr import Covariance, Moments, VirtualFeatures, drawn, moments, pooled
 from fedalloy.registry import make
-from fedalloy.server import Outcome
+from fedalloy.replies import Outcome
 from fedalloy.wire import Items, Reply
 
 COVARIANCES: list[Covariance] = ["full", "diag"]

@@ -49,6 +49,10 @@ class Roll(Federation):
     def counts(self) -> Tensor | None:
         return None
 
+    @property
+    def common_test(self) -> bool:
+        return False
+
 
 def serve(grid: Grid, settings: Settings) -> Result:
     """A whole training over the sites that `grid` reaches; carries on if the run folder holds a part of one."""
@@ -140,5 +144,8 @@ def _name(folder: RunFolder) -> str:
 def _after_round(record: Record) -> None:
     """Say how it went, and who was missing."""
     lost = "".join(f"; client {one['client']} {one['why']}" for one in record["refused"])
+    lost += "".join(
+        f"; the test of client {one['client']} {one['why']}" for one in record.get("refused_evaluation", [])
+    )
     usable = len(record["participants"]) - len(record["refused"])
     log.info("round %d: %d of %d replies%s", record["round"], usable, len(record["participants"]), lost)

@@ -50,7 +50,11 @@ class Normalised(Share):
 
     @property
     def up(self) -> Slots:
-        return {"update": Slot(increment=True), "buffers": Slot(shape=("buffers",)), "tau": Slot(shape=())}
+        return {
+            "update": Slot(increment=True),
+            "buffers": Slot(shape=("buffers",)),
+            "tau": Slot(shape=(), least=0),
+        }
 
     def open(self, server: Server, my: Box) -> None:
         super().open(server, my)

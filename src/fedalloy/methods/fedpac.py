@@ -79,7 +79,7 @@ class HeadCombination(Mechanism):
 
     @property
     def up(self) -> Slots:
-        return {"head": Slot("all"), "H": Slot("all", ("classes", "features")), "V": Slot("all", ())}
+        return {"head": Slot("all"), "H": Slot("all", ("classes", "features")), "V": Slot("all", (), least=0)}
 
     def open(self, server: Server, my: Box) -> None:
         my.keep["mean"] = server.site.initial[server.site.weights.span(self.part)].clone()

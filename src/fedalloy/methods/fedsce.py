@@ -110,7 +110,7 @@ class Contribution(Mechanism):
 
     @property
     def up(self) -> Slots:
-        return {"moved": Slot("all", ()), "shifted": Slot("all", ())}
+        return {"moved": Slot("all", (), least=0), "shifted": Slot("all", (), least=0)}
 
     def finish(self, client: Client, my: Box) -> Items:
         span = client.weights.span("aux")

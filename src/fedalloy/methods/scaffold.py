@@ -44,7 +44,11 @@ class Control(Mechanism):
     @property
     def up(self) -> Slots:
         fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
-        return {"steps": Slot(fold, shape=())} if self.lean_upload else {"dc": Slot(fold, increment=True)}
+        return (
+            {"steps": Slot(fold, shape=(), least=0)}
+            if self.lean_upload
+            else {"dc": Slot(fold, increment=True)}
+        )
 
     def open(self, server: Server, my: Box) -> None:
         my.keep["c"] = torch.zeros_like(server.weights)
