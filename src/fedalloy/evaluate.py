@@ -111,9 +111,9 @@ def _personal_metrics(
 
 
 def declared_tests(classes: int, tested: int | None) -> dict[str, Spec]:
-    """What a client tells of its own model: right answers and test samples by class; right ones of the global test set."""
-    by_class = Spec(Slot("sum", ("classes",), torch.int64), (classes,))
-    common = {} if tested is None else {"global": Spec(Slot("sum", (), torch.int64), ())}
+    """What a client tells of its own model: right answers and test samples by class, and how the global test went."""
+    by_class = Spec(Slot("sum", ("classes",), torch.int64, least=0), (classes,))
+    common = {} if tested is None else {"global": Spec(Slot("sum", (), torch.int64, least=0), ())}
     return {"right": by_class, "count": by_class, **common}
 
 

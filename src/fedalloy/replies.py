@@ -1,4 +1,4 @@
-"""Which replies can be used: asked for, of this round, and holding what was declared. The others are refused by name."""
+"""Which replies can be used: asked for, of this round, as declared. The others are refused by name."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -22,7 +22,6 @@ Items = dict[str, Tensor]
 Errand = Literal["train", "evaluate", "score", "tell"]
 
 MOST_SAMPLES = 10**12  # a client that claims more is not believed
-WHOLE = (torch.int64, torch.int32, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -150,11 +149,13 @@ def _fact_refusal(reply: Reply, *, weighed: bool) -> str | None:
 
 
 def _range_refusal(key: str, value: Tensor, slot: Slot) -> str | None:
-    """Whole numbers on the wire are counts; a slot may say more of its values."""
-    if slot.dtype in WHOLE and bool(((value < 0) | (value > MOST_SAMPLES)).any()):
-        return f"claims impossible counts as {key}"
-    if slot.least is not None and bool((value < slot.least).any()):
+    """What a slot says of its values; whole numbers that are never negative are counts."""
+    if slot.least is None:
+        return None
+    if bool((value < slot.least).any()):
         return f"{key} holds values below {slot.least:g}"
+    if not slot.dtype.is_floating_point and bool((value > MOST_SAMPLES).any()):
+        return f"claims impossible counts as {key}"
     return None
 
 

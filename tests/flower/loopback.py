@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {  # three sites, each with its share of the digits, and
     "skew": "pathological:5",
     "sites": "dealt",
 }
+TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # no message can be made without
 Tamper = Callable[[Message, Message], Message]  # the question, the answer: another answer
 
 
@@ -29,7 +30,6 @@ class Loopback(Grid):
     """One node for each client, number 100 + client."""
 
     def __init__(self, settings: dict[str, Any], state: Path, nodes: Sequence[dict[str, Any]]) -> None:
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
         self.desks = {
             100 + place: Desk(settings, {"client": place, "state": str(state), **node})
             for place, node in enumerate(nodes)

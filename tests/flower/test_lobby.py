@@ -20,6 +20,7 @@ from fedalloy.flower.records import FACTS, mail_record
 from fedalloy.flower.server import serve
 from fedalloy.flower.site import Desk, greet_or_answer
 from fedalloy.folder import RunFolder
+from fedalloy.nets.base import Inputs
 from fedalloy.run import Record, Result
 from fedalloy.wire import Mail
 
@@ -158,7 +159,7 @@ def hello(**changes: Any) -> RecordDict:
         ({"client": 3}, "claims to be client 3 of 3"),
         ({"client": -1}, "claims to be client -1 of 3"),
         ({"client": "0"}, "nobody understands"),
-        ({"samples": -1}, "nobody understands"),
+        ({"samples": -1}, "claims -1 samples"),
         ({"inputs": "[]"}, "nobody understands"),
         ({"inputs": '["image", [1, 9, 9], 10, 0]', "client": 1}, "samples of another kind"),
         ({"client": 0}, "claims to be client 0, which is node 100"),
@@ -170,7 +171,7 @@ def test_strange_guests_are_turned_away(tmp_path: Path, changes: dict[str, Any],
     grid.tamper = lambda question, answer: (
         Message(hello(**changes), reply_to=question) if question.metadata.dst_node_id == 101 else answer
     )
-    lobby = Lobby(grid, 3)
+    lobby = Lobby(grid, 3, norm=Inputs("image", (1, 8, 8), 10))
     with pytest.raises(FedAlloyError, match=r"1 of 2 sites joined"):
         lobby.fill(2, 0.5)
     assert why in lobby.turned_away[101]

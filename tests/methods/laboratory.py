@@ -21,8 +21,8 @@ from fedalloy.local import Local
 from fedalloy.methods import local
 from fedalloy.nets.base import Net
 from fedalloy.random import generator
-from fedalloy.run import Result, train
 from fedalloy.replies import Outcome
+from fedalloy.run import Result, train
 from fedalloy.server import Server
 from fedalloy.site import Site
 from fedalloy.wire import Items, Mail, Reply

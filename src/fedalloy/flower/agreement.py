@@ -16,9 +16,10 @@ from fedalloy.config import Config
 from fedalloy.data.assemble import known_stats
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.data.totals import Stats, Totals
-from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError, plain
+from fedalloy.flower.hello import Guest
 from fedalloy.flower.masked import masked_sum
-from fedalloy.flower.post import PAUSE, ROOM, SPARE, Guest, Lobby, pulled
+from fedalloy.flower.post import PAUSE, ROOM, SPARE, Lobby, pulled
 from fedalloy.flower.records import read_reply
 from fedalloy.flower.statistics import CLIP, STATISTICS, declared, far_off, from_items, in_order, shown
 from fedalloy.flower.terms import Terms
@@ -68,9 +69,9 @@ def given_file(terms: Terms) -> Preprocessing | None:
 def agree(config: Config, terms: Terms, method: Alloy, lobby: Lobby) -> tuple[Preprocessing, Source]:
     """What all sites are to use, and where it comes from."""
     guests = lobby.guests
-    first = next(iter(guests.values()))
     names = Counter(guest.columns for guest in guests.values()).most_common(1)[0][0]
-    inputs = first.inputs
+    inputs = lobby.norm
+    assert inputs is not None, "a full lobby has agreed on it"
     bare = Preprocessing(inputs.kind, inputs.shape, inputs.classes, terms.classes, feature_names=names)
     if terms.mean:
         return _checked(bare.scaled_by(*_given(terms, inputs.kind))), {"from": "the terms"}
@@ -178,7 +179,7 @@ def _totals(answer: Message | str, guest: Guest, test_share: float) -> Totals:
     if isinstance(answer, str):
         raise FedAlloyError(answer)
     if answer.has_error():
-        raise FedAlloyError(f"failed: {answer.error.reason}")
+        raise FedAlloyError(f"failed: {plain(answer.error.reason)}")
     reply = read_reply(answer.content, guest.client, ROOM)
     if not test_share and reply.samples != guest.samples:
         raise FedAlloyError(f"counts {reply.samples} samples, and said that it has {guest.samples}")

@@ -1,9 +1,8 @@
 """The engine of a real federation: mail goes out over Flower's grid, and every wait has an end."""
 
-import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -13,8 +12,9 @@ from flwr.supercore.run import RunNotRunningException
 from fedalloy import __version__
 from fedalloy.client import Info
 from fedalloy.data.preprocessing import Preprocessing
-from fedalloy.errors import FedAlloyError
-from fedalloy.flower.records import FACTS, mail_record, read_reply
+from fedalloy.errors import FedAlloyError, plain
+from fedalloy.flower.hello import Guest, read_hello
+from fedalloy.flower.records import mail_record, read_reply
 from fedalloy.flower.site import HELLO
 from fedalloy.flower.terms import Terms
 from fedalloy.nets.base import Inputs
@@ -27,24 +27,21 @@ SPARE = 60.0  # seconds that a message lives longer than we wait for it, so that
 ROOM = 64 * 1024 * 1024  # bytes that a reply may take beyond what its slots declare
 
 
-@dataclass(frozen=True)
-class Guest:
-    """A site that has said hello."""
-
-    node: int
-    client: int
-    samples: int
-    inputs: Inputs
-    columns: tuple[str, ...] = ()  # of a table
-
-
 class Lobby:
     """Who is there: nodes say which client they are, how much they hold and what their samples look like."""
 
     def __init__(
-        self, grid: Grid, clients: int, roster: Callable[[], dict[int, int] | None] = lambda: None
+        self,
+        grid: Grid,
+        clients: int,
+        roster: Callable[[], dict[int, int] | None] = lambda: None,
+        *,
+        norm: Inputs | None = None,
+        classes: int | None = None,
     ) -> None:
         self.grid, self.clients, self.roster = grid, clients, roster
+        self.norm = norm  # what all samples look like; else more than half of all sites have to agree on it
+        self.classes = classes  # how many there are, where that is agreed on
         self.guests: dict[int, Guest] = {}
         self.agreed: Preprocessing | None = None  # told to whoever comes, once it is known
         self.turned_away: dict[int, str] = {}  # by node
@@ -52,17 +49,43 @@ class Lobby:
         self._seen: set[int] = set()
 
     def fill(self, wanted: int, limit: float) -> None:
-        """Wait until so many sites have joined."""
+        """Wait until so many sites have joined whose samples are of one kind."""
         deadline = time.monotonic() + limit
-        while len(self.guests) < wanted:
+        while not self._agree(wanted) or len(self.guests) < wanted:
             if time.monotonic() > deadline:
-                missing = ", ".join(str(k) for k in range(self.clients) if k not in self.guests)
-                away = "".join(f"; node {node} {why}" for node, why in self.turned_away.items())
-                raise FedAlloyError(
-                    f"{len(self.guests)} of {wanted} sites joined within {limit:g} s; missing: client {missing}{away}"
-                )
+                raise FedAlloyError(self._missing(wanted, limit))
             self.look()
             time.sleep(PAUSE)
+
+    def _agree(self, wanted: int) -> bool:
+        """Whether it is known what samples look like: never decided by who came first."""
+        if self.norm is None and self.guests:
+            kinds = Counter(guest.inputs for guest in self.guests.values())
+            kind, votes = kinds.most_common(1)[0]
+            if votes >= max(wanted, self.clients // 2 + 1):
+                self.norm = kind
+        for client, guest in list(self.guests.items()):
+            if self.norm is not None and guest.inputs != self.norm:
+                self.turned_away[guest.node] = self._strange(guest)
+                del self.guests[client]
+        return self.norm is not None
+
+    def _missing(self, wanted: int, limit: float) -> str:
+        """Who did not come, who was turned away, and whose samples nobody could compare."""
+        self._agree(0)
+        missing = ", ".join(str(k) for k in range(self.clients) if k not in self.guests)
+        away = "".join(f"; node {node} {why}" for node, why in self.turned_away.items())
+        undecided = ""
+        if self.norm is None and len(self.guests) >= wanted:
+            found = ", ".join(f"client {k}: {guest.inputs}" for k, guest in sorted(self.guests.items()))
+            undecided = (
+                f"; no more than half of all sites agree on the samples ({found}): set the term inputs"
+            )
+        joined = f"{len(self.guests)} of {wanted} sites joined within {limit:g} s"
+        return f"{joined}; missing: client {missing}{away}{undecided}"
+
+    def _strange(self, guest: Guest) -> str:
+        return f"has samples of another kind: {guest.inputs}"
 
     def look(self) -> None:
         """Greet nodes not seen before, and hear those who answer; waits for nobody."""
@@ -87,46 +110,20 @@ class Lobby:
         try:
             if isinstance(answer, str):
                 raise FedAlloyError(answer)
-            guest = _guest(node, answer, self.clients)
+            guest = read_hello(node, answer, self.clients)
             if not self.admits(guest):
                 raise FedAlloyError(f"claims to be client {guest.client}, whose key it does not have")
             known = self.guests.get(guest.client)
             if known and known.node != node and known.node in self._seen:
                 raise FedAlloyError(f"claims to be client {guest.client}, which is node {known.node}")
-            if any(other.inputs != guest.inputs for other in self.guests.values()):
-                raise FedAlloyError(f"has samples of another kind: {guest.inputs}")
-            if self.agreed and guest.inputs != self.agreed.inputs:
-                raise FedAlloyError(f"has samples of another kind than was agreed on: {guest.inputs}")
+            if self.classes not in (None, guest.inputs.classes):
+                raise FedAlloyError(f"knows {guest.inputs.classes} classes, {self.classes} are agreed on")
+            if self.norm is not None and guest.inputs != self.norm:
+                raise FedAlloyError(self._strange(guest))
         except FedAlloyError as error:
             self.turned_away[node] = str(error)
         else:
             self.guests[guest.client] = guest
-
-
-def _guest(node: int, answer: Message, clients: int) -> Guest:
-    if answer.has_error():
-        raise FedAlloyError(f"could not say hello: {answer.error.reason}")
-    facts = answer.content.get(FACTS)
-    try:
-        if not isinstance(facts, ConfigRecord):
-            raise TypeError
-        client, samples, version = facts["client"], facts["samples"], facts["version"]
-        kind, shape, classes, vocab = json.loads(str(facts["inputs"]))
-        inputs = Inputs(kind, tuple(shape), classes, vocab)
-        columns = json.loads(str(facts.get("columns", "[]")))
-        if type(client) is not int or type(samples) is not int or samples < 0:
-            raise TypeError
-        if not (isinstance(columns, list) and all(type(name) is str for name in columns)):
-            raise TypeError
-        if columns and ((len(columns),) != inputs.shape or len(set(columns)) != len(columns)):
-            raise ValueError
-    except (KeyError, ValueError, TypeError):
-        raise FedAlloyError("said hello in words nobody understands") from None
-    if version != __version__:
-        raise FedAlloyError(f"runs FedAlloy {version!r}, the server {__version__}")
-    if not 0 <= client < clients:
-        raise FedAlloyError(f"claims to be client {client} of {clients}")
-    return Guest(node, client, samples, inputs, tuple(columns))
 
 
 def pulled(grid: Grid, messages: list[str]) -> list[tuple[str, Message | str]]:
@@ -139,7 +136,7 @@ def pulled(grid: Grid, messages: list[str]) -> list[tuple[str, Message | str]]:
         raise
     except Exception as error:  # whatever Flower's reader says to objects that somebody made up
         if len(messages) == 1:
-            return [(messages[0], f"sent what cannot be unpacked: {error}")]
+            return [(messages[0], f"sent what cannot be unpacked: {plain(error)}")]
         return [found for message in messages for found in pulled(grid, [message])]
     return [(message, answers[message]) for message in messages if message in answers]
 
@@ -220,7 +217,7 @@ class Post:
 
     def _read(self, answer: Message, mail: Mail) -> Reply:
         if answer.has_error():
-            return silent(mail, f"failed: {answer.error.reason}")
+            return silent(mail, f"failed: {plain(answer.error.reason)}")
         try:
             return read_reply(answer.content, mail.client, self.most_bytes)
         except FedAlloyError as error:

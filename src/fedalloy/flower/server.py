@@ -18,11 +18,13 @@ from fedalloy.data.assemble import fitted
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.flower.agreement import Source, agree, known, record
+from fedalloy.flower.hello import Guest, agreed_inputs
 from fedalloy.flower.masked import MaskedPost, check_maskable
-from fedalloy.flower.post import Guest, Lobby, Post
+from fedalloy.flower.post import Lobby, Post
 from fedalloy.flower.roster import clients_by_node
 from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
+from fedalloy.nets.base import Inputs
 from fedalloy.run import Record, Result, Setup, play
 from fedalloy.storage import kept_secret, write_whole
 
@@ -57,16 +59,25 @@ class Roll(Federation):
 def serve(grid: Grid, settings: Settings) -> Result:
     """A whole training over the sites that `grid` reaches; carries on if the run folder holds a part of one."""
     config, terms = read_settings(settings)
-    lobby = Lobby(grid, config.clients, clients_by_node)
-    own = terms.sites == "own"
+    dealt = federate(**config.dealing) if terms.sites == "dealt" else None
+    agreed = None if dealt else known(terms, Path(terms.run_folder))
     source: Source = {"from": "the terms"}
-    lobby.agreed = known(terms, Path(terms.run_folder)) if own else None
+    lobby = Lobby(
+        grid,
+        config.clients,
+        clients_by_node,
+        norm=dealt.dataset.inputs if dealt else _norm(agreed, terms),
+        classes=None if dealt else len(terms.classes),
+    )
+    lobby.agreed = agreed
     wanted = terms.least_sites or config.clients
     lobby.fill(wanted, terms.join_limit)
     told = _told(Path(terms.run_folder), lobby.guests)
-    if own and lobby.agreed is None:
-        lobby.agreed, source = agree(config, terms, registry.make(config.method), lobby)
-    federation = roll(config, terms, lobby.agreed, told) if lobby.agreed else federate(**config.dealing)
+    federation = dealt
+    if federation is None:
+        if agreed is None:
+            agreed, source = agree(config, terms, registry.make(config.method), lobby)
+        lobby.agreed, federation = agreed, roll(config, terms, agreed, told)
     setup = Setup(config, federation)
     if terms.masked:
         check_maskable(setup.method)
@@ -87,6 +98,16 @@ def serve(grid: Grid, settings: Settings) -> Result:
         checkpoint_every=config.checkpoint_every,
     )
     return play(setup, folder, _after_round, engine=post)
+
+
+def _norm(agreed: Preprocessing | None, terms: Terms) -> Inputs | None:
+    """What samples have to look like, as far as that is agreed on before anybody says hello."""
+    term = agreed_inputs(terms.inputs, len(terms.classes)) if terms.inputs else None
+    if agreed and term not in (None, agreed.inputs):
+        raise FedAlloyError(
+            f"what was agreed on is for {agreed.inputs}, the terms say inputs = {terms.inputs}"
+        )
+    return agreed.inputs if agreed else term
 
 
 def roll(config: Config, terms: Terms, agreed: Preprocessing, told: dict[str, int]) -> Roll:

@@ -21,6 +21,7 @@ from fedalloy.data.assemble import fitted
 from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
+from fedalloy.flower.hello import said_inputs
 from fedalloy.flower.records import (
     FACTS,
     Facts,
@@ -84,7 +85,7 @@ class Desk:
             "client": self.client,
             "samples": self._told(int(self.federation.sizes[self.client])),
             "version": __version__,
-            "inputs": json.dumps([inputs.kind, list(inputs.shape), inputs.classes, inputs.vocab]),
+            "inputs": said_inputs(inputs),
         }
 
     def answer(self, message: Message, context: Context | None = None) -> Message:

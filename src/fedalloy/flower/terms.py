@@ -28,6 +28,11 @@ class Terms(pydantic.BaseModel):
         default="",
         description="The classes of the federation, such as 'cat,dog'; needed where sites hold their own data.",
     )
+    inputs: str = Field(
+        default="",
+        description="What a sample looks like, such as image:3x32x32, vector:30 or tokens:40:5000; "
+        "without it, what more than half of all sites say.",
+    )
     test_data: str = Field(
         default="",
         description="A data set in the server's own data root that global models are tried on; "
