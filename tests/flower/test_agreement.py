@@ -240,6 +240,31 @@ def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
         serve(Loopback(settings, tmp_path / "state", nodes), settings)
 
 
+def test_who_joins_late_gets_the_same(tmp_path: Path) -> None:
+    """It was not asked for statistics, and trains by those of the others from its first round on."""
+    nodes = written(tmp_path, vectors)
+    settings = {**SETTINGS, "run_folder": str(tmp_path / "run"), "method": "fedavg", "least_sites": 2}
+    grid = Loopback(settings, tmp_path / "state", nodes)
+    grid.present = {100, 101}
+
+    def cut(question: Message, answer: Message) -> Message:
+        if question.metadata.group_id == "2":
+            raise KeyboardInterrupt
+        return answer
+
+    grid.tamper = cut
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, settings)
+    again = Loopback(settings, tmp_path / "state", nodes)
+    again.present = {100, 101, 102}
+    result = serve(again, {**settings, "least_sites": 3})
+    assert [line["participants"] for line in result.history] == [[0, 1], [0, 1, 2]]
+    assert json.loads((tmp_path / "run" / SOURCE).read_text())["clients"] == [0, 1]
+    last = again.desks[102]._last
+    assert last
+    assert last[0] == (tmp_path / "run" / FILE).read_text()
+
+
 @pytest.mark.parametrize(
     ("slot", "value", "why"),
     [
