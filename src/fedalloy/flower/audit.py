@@ -34,11 +34,11 @@ class _Head:
     """Up to where the log is known: so many lines, so many bytes, and the hash of the last one."""
 
     lines: int = 0
-    bytes: int = 0
+    size: int = 0
     hash: str = FIRST
 
     def after(self, line: bytes) -> "_Head":
-        return _Head(self.lines + 1, self.bytes + len(line), hashlib.sha256(line).hexdigest())
+        return _Head(self.lines + 1, self.size + len(line), hashlib.sha256(line).hexdigest())
 
 
 class Audit:
@@ -57,7 +57,7 @@ class Audit:
                     _write(file, line)
                     os.fsync(file)
                 except OSError:
-                    os.ftruncate(file, head.bytes)
+                    os.ftruncate(file, head.size)
                     raise
                 self._keep(head.after(line))
         except OSError as error:
@@ -98,11 +98,11 @@ class Audit:
         """Where the log ends: a process that died between line and head left a line that may have been sent."""
         head = self._known()
         size = os.fstat(file).st_size
-        rest = os.pread(file, max(size - head.bytes, 0), head.bytes)
-        if size < head.bytes:
+        rest = os.pread(file, max(size - head.size, 0), head.size)
+        if size < head.size:
             raise self._damaged("lines are gone")
         if rest and not rest.endswith(b"\n"):  # torn while it was written: its message never left
-            os.ftruncate(file, head.bytes + rest.rfind(b"\n") + 1)
+            os.ftruncate(file, head.size + rest.rfind(b"\n") + 1)
             rest = rest[: rest.rfind(b"\n") + 1]
         if rest:
             if rest.count(b"\n") != 1 or _previous(rest) != head.hash:

@@ -146,6 +146,7 @@ def site(
     node: dict[str, Any] = {"client": told["client"], "state": str(kept)}
     node |= {"data-root": str(data_root.resolve())} if data_root else {}
     node |= {"data": data} if data else {}
+    node |= {"superlink": superlink or told["superlink"]}
     node |= {"allow-code": True} if allow_code else {}
     node |= {"only-masked": True} if only_masked else {}
     node |= {"most-epsilon": most_epsilon} if most_epsilon is not None else {}

@@ -29,7 +29,10 @@ def leave(question: Message, audit: Audit, answer: Answer, to: str = "") -> Mess
         reply, epsilon = answer()
     except Exception as error:
         log.exception("a message could not be answered")
-        reply, epsilon = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, told(error)), reply_to=question), None
+        reply, epsilon = (
+            Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, told(error)), reply_to=question),
+            None,
+        )
         entry["kind"] = "error"
     slots = sizes(reply)
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -69,7 +72,7 @@ def _kind(content: RecordDict) -> str:
 def sizes(reply: Message) -> dict[str, int]:
     """Bytes of everything in a message: arrays by their names, other records as they are written."""
     if reply.has_error():
-        return {"error": len(reply.error.reason.encode())}
+        return {"error": len((reply.error.reason or "").encode())}
     slots: dict[str, int] = {}
     for name, record in reply.content.items():
         if isinstance(record, ArrayRecord):

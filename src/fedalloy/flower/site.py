@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,6 +20,9 @@ from fedalloy.data.assemble import fitted
 from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
+from fedalloy.flower.audit import Audit
+from fedalloy.flower.door import RUN, asked, leave
+from fedalloy.flower.errors import SiteError, blamed
 from fedalloy.flower.hello import said_inputs
 from fedalloy.flower.records import (
     FACTS,
@@ -39,7 +41,6 @@ from fedalloy.workshop import Workshop
 
 HELLO = "hello"
 log = logging.getLogger("fedalloy")
-RUN = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,23 @@ class Desk:
     """Where one client's mail is answered: its data, its nets, its vault."""
 
     def __init__(self, settings: Settings, node: Settings) -> None:
-        self.config, self.terms = read_settings({**settings, **_own(node)})
-        _refuse_foreign_code(self.config, node)
-        self.client = _client(node, self.config)
+        with blamed("settings"):
+            self.config, self.terms = read_settings({**settings, **_own(node)})
+        with blamed("refused-code"):
+            _refuse_foreign_code(self.config, node)
+        with blamed("wrong-client"):
+            self.client = _client(node, self.config)
         self.only_masked = self.terms.masked or node.get("only-masked") is True
         self.state = Path(str(node.get("state", "fedalloy-state"))).expanduser()
         self._last: tuple[str, Share, Setup] | None = None
-        self.federation = self._federation()
-        self.setup = Setup(self.config, self.federation)
+        with blamed("data"):
+            self.federation = self._federation()
+        with blamed("unfit"):
+            self.setup = Setup(self.config, self.federation)
         self.sealer = self.setup.method.claimant("seal")
         if "most-epsilon" in node:
-            self._refuse_beyond(float(node["most-epsilon"]))
+            with blamed("privacy-limit"):
+                self._refuse_beyond(float(node["most-epsilon"]))
 
     def hello(self, told: str = "") -> Facts:
         """What the server has to know before the first round; what was agreed on already must fit the data here."""
@@ -91,14 +98,17 @@ class Desk:
     def answer(self, message: Message, context: Context | None = None) -> Message:
         """The answer to a message; one step of SecAgg+ keeps what it must remember in the context."""
         if RECORD_KEY_CONFIGS in message.content and context is not None:
+            if message.metadata.message_type != "train":  # Flower would hand on any other kind unmasked
+                raise SiteError("not-masked", "a step of secure aggregation came as another kind of message")
             return secaggplus_mod(message, context, self._unmasked)
         if STATISTICS in message.content:
             if self.only_masked:
-                raise FedAlloyError("this site sends statistics only by secure aggregation")
+                raise SiteError("not-masked", "this site sends statistics only by secure aggregation")
             return Message(reply_record(self._statistics()), reply_to=message)
-        mail, facts = read_mail(message.content)
+        with blamed("bad-message"):
+            mail, facts = read_mail(message.content)
         if self.only_masked and mail.errand == "train":
-            raise FedAlloyError("this site sends updates only by secure aggregation")
+            raise SiteError("not-masked", "this site sends updates only by secure aggregation")
         return Message(reply_record(self._do(mail, facts)), reply_to=message)
 
     def _unmasked(self, message: Message, context: Context) -> Message:
@@ -126,16 +136,19 @@ class Desk:
 
     def _do(self, mail: Mail, facts: Facts) -> Reply:
         if mail.client != self.client:
-            raise FedAlloyError(f"this site is client {self.client}, the mail is for client {mail.client}")
+            raise SiteError(
+                "wrong-client", f"this site is client {self.client}, the mail is for client {mail.client}"
+            )
         run = str(facts.get("run", ""))
         if not RUN.fullmatch(run):
-            raise FedAlloyError("this mail names no run")
+            raise SiteError("bad-message", "this mail names no run")
         workshop = self._workshop(run, facts)
         if self.sealer:
-            self._once(run, mail)
+            with blamed("answered"):
+                self._once(run, mail)
         with one_thread():
             reply = workshop.open(mail)
-        return replace(reply, samples=0, steps=0, seen=0, loss=0.0) if self.sealer else reply
+        return replace(reply, samples=0, steps=0, seen=0, loss=0.0, seconds=0.0) if self.sealer else reply
 
     def _refuse_beyond(self, most: float) -> None:
         """Take no part in a run that could tell more of this site than it allows."""
@@ -146,6 +159,14 @@ class Desk:
         spent = self.sealer.account([1.0] * self.config.rounds)["epsilon"]
         if spent > most:
             raise FedAlloyError(f"this run may spend epsilon {spent:.2f}; this site allows {most:g}")
+
+    def spent(self, message: Message) -> float | None:
+        """Epsilon over all rounds of this run that were answered; None where this site adds no noise."""
+        run = asked(message)["run"]
+        if not run or not isinstance(self.sealer, Private) or self.sealer.where != "client":
+            return None
+        rounds = len(list((self.state / "answered" / run).iterdir()))
+        return float(self.sealer.account([1.0] * rounds)["epsilon"])
 
     def _told(self, samples: int) -> int:
         """How many samples the server is told of: where a part seals what leaves, only whether there are any."""
@@ -158,11 +179,11 @@ class Desk:
         if not 1 <= mail.round <= self.config.rounds:
             raise FedAlloyError(f"round {mail.round} is none of the {self.config.rounds} that were agreed on")
         file = self.state / "answered" / run / f"{mail.round:06d}"
-        asked = hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
+        digest = hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, asked.encode())
-        elif file.read_text() != asked:
+            write_whole(file, digest.encode())
+        elif file.read_text() != digest:
             raise FedAlloyError(
                 f"round {mail.round} was answered already, to another mail; {self.sealer} allows one"
             )
@@ -284,9 +305,15 @@ def _desk(settings: str, node: str) -> Desk:
 
 
 def answer(message: Message, context: Context) -> Message:
-    """Flower's message in, Flower's message out."""
-    desk = _desk(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
-    return greet_or_answer(desk, message, context)
+    """Flower's message in, Flower's message out: by the one way that there is."""
+    node = dict(context.node_config)
+
+    def work() -> tuple[Message, float | None]:
+        desk = _desk(json.dumps(dict(context.run_config)), json.dumps(node))
+        return greet_or_answer(desk, message, context), desk.spent(message)
+
+    state = Path(str(node.get("state", "fedalloy-state"))).expanduser()
+    return leave(message, Audit(state), work, str(node.get("superlink", "")))
 
 
 def greet_or_answer(desk: Desk, message: Message, context: Context | None = None) -> Message:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 import httpx
-from flwr.app import Context, Error, Message
-from flwr.common.constant import ErrorCode, SubStatus
+from flwr.app import Context, Message
+from flwr.common.constant import SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
@@ -24,6 +24,7 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
+from fedalloy.flower.audit import AuditError
 from fedalloy.processes import keep_memory
 
 PAUSE = 0.1  # seconds between two looks for a message
@@ -40,12 +41,19 @@ def work(address: str, secret: bytes, answer: Answer, alive: Callable[[], bool])
     signer = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
     client = _client(address, signer)
     turn = threading.Lock()
+    broken: list[AuditError] = []  # why nothing may leave any more
 
     def in_turn(message: Message, context: Context) -> Message:
         with turn:
-            return answer(message, context)
+            try:
+                return answer(message, context)
+            except AuditError as error:
+                broken.append(error)
+                raise
 
     while alive():
+        if broken:
+            raise broken[0]
         try:
             found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
         except httpx.HTTPError as error:  # it is not up yet, or going down
@@ -62,22 +70,19 @@ def work(address: str, secret: bytes, answer: Answer, alive: Callable[[], bool])
 
 
 def _handle(address: str, token: str, answer: Answer) -> None:
-    """One message: pulled, answered, its answer pushed; an error goes to the server as one."""
+    """One message: pulled, answered, its answer pushed; what is told of it besides is always the same."""
     client = _client(address, RuntimeTokenHttpInterceptor(token))
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
     heartbeat.start()
     context, status, details = None, SubStatus.FAILED, "the message could not be fetched"
     try:
         message, context, _, _ = pull_task_input(client)
-        try:
-            reply, status, details = answer(message, context), SubStatus.COMPLETED, ""
-        except Exception as error:
-            log.exception("a message could not be answered")
-            details = f"{type(error).__name__}: {error}"
-            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, details), reply_to=message)
+        details = "the message could not be answered"
+        reply = answer(message, context)
         push_message(client, reply, context)
-    except (httpx.HTTPError, RuntimeError, ValueError) as error:
-        log.warning("a message was lost: %s", error)
+        status, details = SubStatus.COMPLETED, ""
+    except Exception:
+        log.exception("a message was lost")
     finally:
         push_task_output(client, context, status, details)
         heartbeat.stop()
