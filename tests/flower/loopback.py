@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedalloy.flower.audit import Audit
+from fedalloy.flower.door import leave
 from fedalloy.flower.site import Desk, greet_or_answer
 
 SMALL: dict[str, Any] = {  # three sites, each with its share of the digits, and a tiny net
@@ -40,6 +42,7 @@ class Loopback(Grid):
         self.deaf: Callable[[Message], bool] = lambda question: False  # nobody ever answers these
         self.waiting: dict[str, Message] = {}
         self.sent = 0
+        self.left: list[tuple[int, Message]] = []  # all that went out, by node
 
     def set_run(self, run: Run) -> None: ...
 
@@ -74,12 +77,20 @@ class Loopback(Grid):
             if node not in self.present or self.deaf(self.waiting[name]):
                 continue
             question = self.waiting.pop(name)
-            try:
-                answer = greet_or_answer(self.desks[node], travelled(question), self.contexts[node])
-            except Exception as error:
-                answer = Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=question)
+            answer = self.answer(node, travelled(question))
+            self.left.append((node, travelled(answer)))
             found.append(travelled(self.tamper(question, answer)))
         return found
+
+    def answer(self, node: int, question: Message) -> Message:
+        """What leaves a site, as it would from a worker."""
+        desk = self.desks[node]
+        audit = Audit(desk.state / f"audit-{node}")
+
+        def work() -> tuple[Message, float | None]:
+            return greet_or_answer(desk, question, self.contexts[node]), desk.spent(question)
+
+        return leave(question, audit, work, "loopback:1")
 
 
 def travelled(message: Message) -> Message:

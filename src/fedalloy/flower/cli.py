@@ -137,7 +137,9 @@ def site(
     ] = None,
 ) -> None:
     """Start a site: a SuperNode and the worker that answers its messages; until Ctrl-C."""
+    from fedalloy.flower.audit import Audit
     from fedalloy.flower.deploy import site_process
+    from fedalloy.flower.errors import site_log
     from fedalloy.flower.site import answer
     from fedalloy.flower.worker import work
 
@@ -154,7 +156,8 @@ def site(
     server, terminal = superlink or told["superlink"], console()
     terminal.print(f"site {told['client']} of {server}: private state in {kept}", soft_wrap=True)
     refused_since = time.monotonic()
-    with _until_stopped():
+    Audit(kept).verify()
+    with site_log(kept), _until_stopped():
         while True:
             began = time.monotonic()
             running = site_process(bundle.resolve(), server, node, kept, look_every=look_every)
