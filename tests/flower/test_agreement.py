@@ -145,8 +145,9 @@ def text_sites(root: Path) -> list[dict[str, Any]]:
 
 def test_texts_are_numbered_alike_and_trained_as_in_a_simulation(tmp_path: Path) -> None:
     nodes, names = text_sites(tmp_path), ("benign", "malign")
-    with pytest.raises(FedAlloyError, match="must number words alike: give the server --preprocessing FILE"):
-        served(tmp_path, nodes, model="bilstm", method="fedavg")
+    for terms in ({}, {"inputs": "tokens:9:20"}):
+        with pytest.raises(FedAlloyError, match="must number words alike: give --preprocessing FILE"):
+            served(tmp_path, nodes, model="bilstm", method="fedavg", **terms)
     joined = load("whole", tmp_path, names)
     (tmp_path / "given.json").write_text(joined.preprocessing.to_json())
     given = {"preprocessing": str(tmp_path / "given.json")}

@@ -27,6 +27,7 @@ from fedalloy.storage import write_whole
 
 FILE, SOURCE = "preprocessing.json", "preprocessing-source.json"
 GIVE = "give --preprocessing FILE (written by 'fedalloy preprocessing' from public or pilot data)"
+NUMBERED = f"sites with texts or tokens of their own must number words alike: {GIVE}"
 
 log = logging.getLogger("fedalloy")
 
@@ -42,6 +43,8 @@ def known(terms: Terms, run_folder: Path) -> Preprocessing | None:
             f"{file} is gone, and this run began with it; put it back, or start a new run-folder"
         )
     given = given_file(terms)
+    if not (kept or given) and terms.inputs.startswith("tokens"):
+        raise FedAlloyError(NUMBERED)
     if kept and given and kept != given:
         raise FedAlloyError(
             f"{file} and {terms.preprocessing} differ; a run keeps what it began with, a new one needs a new run-folder"
@@ -76,7 +79,7 @@ def agree(config: Config, terms: Terms, method: Alloy, lobby: Lobby) -> tuple[Pr
     if terms.mean:
         return _checked(bare.scaled_by(*_given(terms, inputs.kind))), {"from": "the terms"}
     if inputs.kind == "tokens":
-        raise FedAlloyError(f"sites with texts or tokens of their own must number words alike: {GIVE}")
+        raise FedAlloyError(NUMBERED)
     if stats := known_stats(config.data, inputs.kind, inputs.shape[0]):
         return bare.scaled_by(*stats), {"from": f"the name {config.data}"}
     refuse_sealed(method)

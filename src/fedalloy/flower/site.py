@@ -81,11 +81,9 @@ class Desk:
         dataset = self.federation.dataset
         if told and isinstance(self.federation, Share):
             dataset = self._settled(told)[0].dataset
-        elif isinstance(self.federation, Share) and dataset.kind == "tokens":
-            raise FedAlloyError(
-                "sites with texts or tokens of their own must number words alike: give the server --preprocessing FILE"
-            )
         inputs = dataset.inputs
+        if not told and isinstance(self.federation, Share) and dataset.kind == "tokens":
+            inputs = replace(inputs, shape=(1,), vocab=1)  # its own numbers of words mean nothing to others
         columns = {"columns": json.dumps(dataset.feature_names)} if dataset.feature_names else {}
         return {
             **columns,
