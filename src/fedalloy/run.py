@@ -91,12 +91,17 @@ class Setup:
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
             self.sites.named(model)
+        self.most_norm: float | None = (
+            None  # how many times as long as usual a reply may be: a real federation's
+        )
         self.secret = 0  # what noise is drawn from; only a real federation has anything to hide
 
     def server(self) -> Server:
         config = self.config
         info = self.federation.info
-        return Server(self.method, self.sites.of(0), info, config.local, config.seed, self.secret)
+        server = Server(self.method, self.sites.of(0), info, config.local, config.seed, self.secret)
+        server.most_norm = self.most_norm
+        return server
 
     def workshop(self, folder: RunFolder) -> Workshop:
         config = self.config

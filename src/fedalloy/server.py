@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedalloy.alloy import Alloy, Box, Folded, Mechanism, Slots
 from fedalloy.client import Info
+from fedalloy.lengths import too_long
 from fedalloy.local import Local
 from fedalloy.random import generator
 from fedalloy.replies import Outcome, usable
@@ -35,7 +36,9 @@ class Server:
         self.participants: list[Reply] = []  # this round's usable replies, without their items
         self.boxes = {piece.label: Box() for piece in method}
         self.weighed = method.weighed
+        self.most_norm: float | None = None  # how many times as long as usual a reply may be
         self._declared = site.specs("up")
+        self._variances = _variances(site)
         for piece in method.with_hook("open"):
             piece.open(self, self.box(piece))
 
@@ -73,7 +76,7 @@ class Server:
         folds = {piece.label: Fold(piece.up) for piece in self.method}
         claimant = self.method.claimant("weigh")
         held: list[Reply] = []
-        for reply in self._usable(expected, replies, "up", self._declared, outcome):
+        for reply in self._believable(expected, replies, "up", self._declared, outcome):
             for piece in self.method.with_hook("absorb"):
                 piece.absorb(self, self.box(piece), reply)
             if claimant:
@@ -108,13 +111,32 @@ class Server:
         """Hand what clients told to the mechanism that asked."""
         outcome, specs = Outcome(), self.site.specs("told")
         declared = {key: specs[key] for key in (f"{asker.label}.{name}" for name in asker.told)}
-        usable = self._usable(expected, replies, "told", declared, outcome)
-        told = (replace(reply, items=_of(asker.label, asker.told, reply)) for reply in usable)
+        found = self._believable(expected, replies, "told", declared, outcome)
+        told = (replace(reply, items=_of(asker.label, asker.told, reply)) for reply in found)
         asker.hear(self, self.box(asker), told)
         for _ in told:  # whoever was not listened to
             pass
         self.box(asker).memo.clear()
         return outcome
+
+    def _believable(
+        self,
+        expected: Sequence[int],
+        replies: Iterable[Reply],
+        way: str,
+        declared: Mapping[str, Spec],
+        outcome: Outcome,
+    ) -> Iterable[Reply]:
+        """Usable replies one by one; with `most_norm` all are held first, for it takes all to say what is too long."""
+        found = self._usable(expected, replies, way, declared, outcome)
+        if self.most_norm is None:
+            return found
+        held = list(found)
+        slots = {key: spec.slot for key, spec in declared.items()}
+        refused = too_long(held, slots, self.weights, self.most_norm)
+        outcome.refused |= refused
+        outcome.accepted[:] = [reply for reply in outcome.accepted if reply.client not in refused]
+        return [reply for reply in held if reply.client not in refused]
 
     def _usable(
         self,
@@ -130,7 +152,16 @@ class Server:
             return replace(reply, items=self.site.unpack(way, reply.items, self.weights, self.round))
 
         weighed = self.method.claimant("seal") is None
-        return usable(self.round, expected, replies, declared, outcome, weighed=weighed, read=read)
+        doubt = self._negative_variance
+        return usable(
+            self.round, expected, replies, declared, outcome, weighed=weighed, read=read, doubt=doubt
+        )
+
+    def _negative_variance(self, reply: Reply) -> str | None:
+        for key, places in self._variances.items():
+            if key in reply.items and bool((reply.items[key][places] < 0).any()):
+                return f"{key} holds a negative variance"
+        return None
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
@@ -220,6 +251,24 @@ class Fold:
             assert isinstance(weight, Tensor)
             return (total / _rows(weight.clamp(min=1), total)).to(dtype)
         return (total / weight).to(dtype)
+
+
+def _variances(site: Site) -> dict[str, Tensor]:
+    """Where variances lie in the slots that hold a net's statistics: those of BatchNorm, and others of that name."""
+    found: dict[str, Tensor] = {}
+    layout = site.weights.buffer_layout
+    for piece in site.method:
+        span = site.weights.buffer_span(getattr(piece, "part", ""))
+        places = [
+            torch.arange(a, b) - span.start
+            for name, (a, b) in layout.spans.items()
+            if name.endswith(("running_var", "variances")) and span.start <= a and b <= span.stop
+        ]
+        for name, slot in piece.up.items():
+            key = f"{piece.label}.{name}"
+            if slot.shape == ("buffers",) and places and site.specs("up")[key].bytes:
+                found[key] = torch.cat(places)
+    return found
 
 
 def _add(folds: Mapping[str, Fold], reply: Reply, weight: float) -> None:

@@ -79,6 +79,7 @@ def serve(grid: Grid, settings: Settings) -> Result:
             agreed, source = agree(config, terms, registry.make(config.method), lobby)
         lobby.agreed, federation = agreed, roll(config, terms, agreed, told)
     setup = Setup(config, federation)
+    setup.most_norm = terms.most_norm
     if terms.masked:
         check_maskable(setup.method)
     _refuse_local_tests(setup)

@@ -61,6 +61,10 @@ class Terms(pydantic.BaseModel):
     )
     least_replies: AtLeastOne = Field(default=1, description="A round with fewer usable replies is an error.")
 
+    most_norm: Positive = Field(
+        default=100.0,
+        description="A reply that is more than so many times as long as is usual in its round is refused.",
+    )
     masked: bool = Field(
         default=False,
         description="Secure aggregation (SecAgg+): the server sees sums over sites, never one's update.",
