@@ -1,6 +1,7 @@
 """`fedalloy deploy`: a real federation, from its folder to its end. Flower is imported only by what needs it."""
 
 import datetime
+import json
 import logging
 import signal
 import time
@@ -29,6 +30,11 @@ deploy = App(
 )
 
 Folder = Annotated[Path, Parameter(help="The deployment's folder.")]
+LAST = "last-run.json"  # in server/: the run that was started last, its folder and rounds
+ACCURACIES = {
+    "global_acc": "global model, the server's test set",
+    "personal_local_acc": "tested at the sites, on their own data",
+}
 LOOK = 10.0  # seconds between two questions to Flower about a run
 SETTLED = 15.0  # seconds that a SuperNode lives if it was let in
 SOON = 60  # days before a certificate ends
@@ -52,17 +58,20 @@ def init(
     from fedalloy import registry
     from fedalloy.flower.agreement import FILE, given_file, refuse_sealed
     from fedalloy.flower.deploy import Deployment
+    from fedalloy.flower.plausible import check_plan, hosts_of
 
     chosen = settings or Config()
     agreed = terms or Terms()
     read_settings({**chosen.model_dump(exclude_unset=True), **agreed.model_dump(exclude_unset=True)})
     if "clients" not in chosen.model_fields_set:
         raise FedAlloyError("how many sites are there? give --clients, such as --clients 3")
+    hosts = hosts_of(host)
+    check_plan(chosen, agreed, port)
     given = given_file(agreed)
     if agreed.computed:
         refuse_sealed(registry.make(chosen.method))
     agreed = agreed.model_copy(update={"preprocessing": FILE if given else ""})
-    Deployment.create(folder, chosen, agreed, [word.strip() for word in host.split(",")], port)
+    Deployment.create(folder, chosen, agreed, hosts, port)
     if given:
         (folder / "server").mkdir()
         (folder / "server" / FILE).write_text(given.to_json())
@@ -188,16 +197,19 @@ def run(
     """Start the run, or carry on with one that was cut short, and wait for its end."""
     from fedalloy import show
     from fedalloy.flower.deploy import Deployment
+    from fedalloy.flower.plausible import check_plan
     from fedalloy.report import write_run_report
     from fedalloy.run import Result
 
     made, terminal = Deployment(folder), console(quiet=as_json)
+    config, terms = read_settings(made.settings_with(run_config))
+    check_plan(config, terms)
     number = made.start_run(run_config)
-    write_whole(made.folder / "server" / "last-run", str(number).encode(), 0o600)
+    last = {"run": str(number), "folder": terms.run_folder, "rounds": config.rounds}
+    write_whole(made.folder / "server" / LAST, json.dumps(last).encode(), 0o600)
     if detach:
         print_json({"run": str(number)}) if as_json else terminal.print(f"run {number} started")
         return
-    config, terms = read_settings(made.settings_with(run_config))
     place = RunFolder(made.folder / "server" / terms.run_folder)
     with progress(terminal, config.rounds) as bar:
         _watch(made, number, place, bar.round)
@@ -217,16 +229,18 @@ def status(folder: Folder, /, *, as_json: AsJson = False) -> None:
     from fedalloy.flower.deploy import Deployment
 
     made = Deployment(folder)
-    number = _last(made)
+    last = _last(made)
+    number, place = int(last["run"]), made.folder / "server" / last["folder"]
     word, why = made.status(number)
-    history = RunFolder(made.run_folder).history()
+    history = RunFolder(place).history()
     facts: dict[str, Any] = {
         "run": str(number),
         "status": word,
         "details": why,
+        "folder": str(place),
         "rounds": len(history),
-        "of": made.settings["rounds"],
-        "preprocessing": _preprocessing(made.run_folder),
+        "of": last["rounds"],
+        "preprocessing": _preprocessing(place),
         "metrics": next((line["metrics"] for line in reversed(history) if line["metrics"]), None),
         "missing": history[-1]["refused"] if history else [],
     }
@@ -234,7 +248,12 @@ def status(folder: Folder, /, *, as_json: AsJson = False) -> None:
         print_json(facts)
         return
     terminal = console()
-    terminal.print(f"run {number}: {word} {why}\nround {facts['rounds']} of {facts['of']}", soft_wrap=True)
+    terminal.print(
+        f"run {number}: {word} {why}\n{place}\nround {facts['rounds']} of {facts['of']}", soft_wrap=True
+    )
+    for name, title in ACCURACIES.items():
+        if facts["metrics"] and name in facts["metrics"]:
+            terminal.print(f"accuracy {facts['metrics'][name]:.2%} ({title})")
     if facts["preprocessing"]:
         terminal.print(f"preprocessing {facts['preprocessing'][:12]} for all sites", soft_wrap=True)
     for one in facts["missing"]:
@@ -247,9 +266,44 @@ def stop(folder: Folder, /) -> None:
     from fedalloy.flower.deploy import Deployment
 
     made = Deployment(folder)
-    number = _last(made)
+    number = int(_last(made)["run"])
     made.stop_run(number)
     console().print(f"run {number} stopped")
+
+
+@deploy.command
+def audit(
+    bundle: Annotated[Path, Parameter(help="The site's folder.")],
+    /,
+    *,
+    state: Annotated[Path | None, Parameter(help="Where its state is, if not in BUNDLE/state.")] = None,
+    verify: Annotated[
+        bool, Parameter(negative="", help="Only say whether every line is as it was written.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What left this site: when, to whom, which round, how many bytes in which slots, epsilon so far."""
+    from fedalloy.flower.audit import LOG, Audit
+
+    kept = state or bundle / "state"
+    if not (kept / LOG).exists():
+        raise FedAlloyError(f"{kept / LOG} does not exist: nothing has left this site yet, or give --state")
+    found = Audit(kept)
+    lines = found.verify()
+    if as_json:
+        print_json({"lines": lines, "verified": True, **({} if verify else {"entries": found.entries()})})
+        return
+    terminal = console()
+    for line in [] if verify else found.entries():
+        slots = ", ".join(f"{name} {size:,}" for name, size in line["slots"].items())
+        spent = f"  epsilon {line['epsilon']:.2f}" if line["epsilon"] is not None else ""
+        where = f"round {line['round']}" if line["round"] is not None else "-"
+        terminal.print(
+            f"{line['time'][:19]}  {line['kind']}  {where}  {line['bytes']:,} bytes ({slots}){spent}  to {line['to']}",
+            soft_wrap=True,
+            markup=False,
+        )
+    terminal.print(f"{lines} lines, every one as it was written")
 
 
 @deploy.command
@@ -352,11 +406,12 @@ def _preprocessing(run_folder: Path) -> str | None:
     return Preprocessing.from_json(file.read_bytes(), str(file)).sha256 if file.exists() else None
 
 
-def _last(made: "Deployment") -> int:
-    file = made.folder / "server" / "last-run"
+def _last(made: "Deployment") -> dict[str, Any]:
+    file = made.folder / "server" / LAST
     if not file.exists():
         raise FedAlloyError(f"nothing was run yet; type: fedalloy deploy run {made.folder}")
-    return int(file.read_text())
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 @contextmanager
