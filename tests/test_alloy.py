@@ -18,6 +18,7 @@ from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
 from fedalloy.client import Client, Step, client_model, client_round, client_told
 from fedalloy.errors import FedAlloyError
 from fedalloy.explain import explain
+from fedalloy.expression import parse
 from fedalloy.federation import federate
 from fedalloy.local import Local
 from fedalloy.mechanisms.head import HeadWithoutBias
@@ -113,7 +114,7 @@ def assert_names_both(conflict: AlloyConflict, pieces: list[Mechanism]) -> None:
 
 
 def pieces_of(text: str) -> list[Mechanism]:
-    found = [registry._piece(word) for word in text.split("+") if word]
+    found = [registry._piece(term, None) for term in parse(text)]
     parts = [part for piece in found for part in (piece if isinstance(piece, Alloy) else [piece])]
     return [each for part in parts for each in (part, *part.brings)]
 
@@ -291,7 +292,7 @@ def test_plus_joins_alloys_and_parts() -> None:
     assert [type(piece) for piece in method][:2] == [Share, Projector]
     assert method.pieces[-1] == Prox(0.1)
     assert method.title == "FedAvg + MOON + Prox"
-    assert registry.make(method.expression).pieces == method.pieces
+    assert registry.method(method.expression).pieces == method.pieces
 
 
 def test_alloys_answer_questions() -> None:
@@ -344,7 +345,7 @@ def test_a_users_own_part_is_found_by_name() -> None:
     assert registry.parts()["shout"] is Shout
     method = registry.make("fedavg+Shout(volume=7)")
     assert method.pieces == (Share(), Shout(7))
-    assert registry.make(method.expression).pieces == method.pieces
+    assert registry.method(method.expression).pieces == method.pieces
     trained(method)
     with pytest.raises(FedAlloyError, match="unknown parameter of shout 'volum'; did you mean 'volume'"):
         registry.make("fedavg+shout(volum=1)")
@@ -353,12 +354,12 @@ def test_a_users_own_part_is_found_by_name() -> None:
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "own_methods.py").write_text(
-        "from fedalloy import alloy\n"
+        "from fedalloy import Alloy, alloy\n"
         "from fedalloy.methods import fedavg\n"
         "from fedalloy.methods.fedprox import Prox\n"
-        "def close(mu: float = 0.25):\n"
+        "def close(mu: float = 0.25) -> Alloy:\n"
         "    return alloy('Close', fedavg(), Prox(mu))\n"
-        "def wrong():\n"
+        "def wrong() -> Alloy:\n"
         "    return 7\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -368,13 +369,13 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 def test_a_users_own_method(own_module: str) -> None:
-    method = registry.make(f"{own_module}:close(mu=0.5)")
+    method = registry.method(f"{own_module}:close(mu=0.5)")
     assert method.pieces == (Share(), Prox(0.5))
     assert method.title == "Close"
-    assert registry.make(method.expression).pieces == method.pieces
-    mixed = registry.make(f"{own_module}:close+projector(width=8)")
+    assert registry.method(method.expression).pieces == method.pieces
+    mixed = registry.method(f"{own_module}:close+projector(width=8)")
     assert mixed.pieces == (Share(), Prox(0.25), Projector(8))
-    assert registry.make(mixed.expression).pieces == mixed.pieces
+    assert registry.method(mixed.expression).pieces == mixed.pieces
     trained(mixed)
 
 
@@ -382,15 +383,15 @@ def test_a_users_own_method(own_module: str) -> None:
     ("rest", "sentence"),
     [
         (":wrong", "returned int, not an alloy; build it with fedalloy.alloy"),
-        (":clos", "cannot import method"),
+        (":clos", "unknown name in module own_methods"),
         (":close(nu=1)", "cannot call method"),
         (":", "cannot read"),
-        ("_nowhere:close", "cannot import method"),
+        ("_nowhere:close", "cannot import"),
     ],
 )
 def test_a_users_own_method_gone_wrong(own_module: str, rest: str, sentence: str) -> None:
     with pytest.raises(FedAlloyError, match=sentence):
-        registry.make(own_module + rest)
+        registry.method(own_module + rest)
 
 
 # Expressions
@@ -505,7 +506,7 @@ def test_any_text_is_an_alloy_or_an_error_for_the_user(text: str) -> None:
     except FedAlloyError:
         return
     assert isinstance(method, Alloy)
-    assert registry.make(method.expression).pieces == method.pieces
+    assert registry.method(method.expression).pieces == method.pieces
 
 
 floats = st.floats(0, 1e6, allow_nan=False)
@@ -532,7 +533,7 @@ def test_the_canonical_expression_makes_the_same_method(call: str, more: list[st
         method = registry.make("+".join([call, *more]))
     except AlloyConflict:
         return
-    again = registry.make(method.expression)
+    again = registry.method(method.expression)
     assert again.pieces == method.pieces
     assert again.expression == method.expression
     assert Alloy(method.title, method.pieces).expression == "+".join(map(str, method.pieces))

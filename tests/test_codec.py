@@ -17,6 +17,7 @@ from fedalloy.client import Info, client_round
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
+from fedalloy.imports import Imports
 from fedalloy.local import Local
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
@@ -70,7 +71,7 @@ class _Kinds(Mechanism):
 
 
 def site_of(*pieces: Mechanism | Alloy, model: str = MLP) -> Site:
-    return Site(alloy("test", *pieces), model, DIGITS, seed=0)
+    return Site(alloy("test", *pieces), model, DIGITS, seed=0, imports=Imports())
 
 
 def kinds(site: Site) -> Items:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from fedalloy import nets
 from fedalloy.errors import FedAlloyError
+from fedalloy.imports import Imports
 from fedalloy.nets import Inputs, Net, Outputs, adopt, build, names, size_of
 from fedalloy.nets.bilstm import Reader
 from fedalloy.nets.measure import samples
@@ -342,11 +343,12 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "own_models.py").write_text(
         "from torch import nn\n"
-        "def fixed(): return nn.Linear(12, 3)\n"
-        "def sized(inputs): return nn.Linear(inputs.shape[0], inputs.classes)\n"
-        "def optional(width=12): return nn.Linear(width, 3)\n"
-        "def two(a, b): pass\n"
-        "def number(): return 3\n"
+        "def fixed() -> nn.Module: return nn.Linear(12, 3)\n"
+        "def sized(inputs) -> nn.Module: return nn.Linear(inputs.shape[0], inputs.classes)\n"
+        "def optional(width=12) -> nn.Module: return nn.Linear(width, 3)\n"
+        "def two(a, b) -> nn.Module: pass\n"
+        "def number() -> nn.Module: return 3\n"
+        "def silent(): raise SystemExit\n"
         "constant = 3\n"
         "class Whole(nn.Sequential):\n"
         "    def __init__(self, inputs): super().__init__(nn.Linear(12, 6), nn.Linear(6, 3))\n"
@@ -357,9 +359,9 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_models")
 @pytest.mark.parametrize("name", ["fixed", "sized", "optional", "Whole"])
 def test_own_factory(name: str) -> None:
-    net = build(f"own_models:{name}", VECTORS)
+    net = build(f"own_models:{name}", VECTORS, Imports())
     assert net(samples(VECTORS, 2)).logits.shape == (2, 3)
-    assert size_of(f"own_models:{name}", VECTORS).flops > 0
+    assert size_of(f"own_models:{name}", VECTORS, Imports()).flops > 0
 
 
 @pytest.mark.usefixtures("own_models")
@@ -368,22 +370,23 @@ def test_own_factory(name: str) -> None:
     [
         ("no_such_models:fixed", "no module 'no_such_models' in this folder or installed"),
         ("own_models:fixt", "unknown name in module own_models 'fixt'; did you mean 'fixed'?"),
-        ("own_models:constant", "is of type int; it must be a function or an nn.Module class"),
+        ("own_models:constant", "is no model; it must be an nn.Module class"),
         ("own_models:number", "makes something of type int; it must make an nn.Module"),
+        ("own_models:silent", "is no model"),
         ("own_models:two", "requires a, b; it may require one argument, the Inputs"),
-        ("own_models:", "write 'package.module:factory'"),
-        (".own_models:fixed", "write 'package.module:factory'"),
+        ("own_models:", "write 'package.module:name'"),
+        (".own_models:fixed", "write 'package.module:name'"),
     ],
 )
 def test_own_factory_errors(text: str, message: str) -> None:
     with pytest.raises(FedAlloyError, match=message):
-        build(text, VECTORS)
+        build(text, VECTORS, Imports())
 
 
 @pytest.mark.usefixtures("own_models")
 def test_an_import_that_fails_inside_the_users_module_is_shown_as_it_is() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_thing_at_all"):
-        build("own_broken:fixed", VECTORS)
+        build("own_broken:fixed", VECTORS, Imports())
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(nets.__path__)] + [""])

@@ -13,6 +13,7 @@ import pytest
 from fedalloy import registry
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
+from fedalloy.imports import Imports
 from fedalloy.nets.base import Inputs
 from fedalloy.search import RATES, SPACES, Point, Space
 from fedalloy.site import Site
@@ -68,7 +69,7 @@ class TestSpaces:
     def test_a_recipe_of_ones_own_has_a_learning_rate(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(Path(__file__).parent.parent)
         own = "examples.own_method:fedcm(alpha=0.3)"
-        space = Space.of(own, [0.1])
+        space = Space.of(own, [0.1], Imports())
         assert (space.axes, space.at(space.start)) == ({"lr": (0.1,)}, own)
 
     def test_nothing_to_search(self) -> None:

@@ -6,8 +6,7 @@ from fedalloy.config import Config
 from fedalloy.data import IID, BalancedDirichlet, Dataset, Dirichlet, Domain, Pathological, Quantity
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
-from fedalloy.registry import make as method
-from fedalloy.registry import recipe
+from fedalloy.registry import method, recipe
 from fedalloy.run import Result, resume, train
 from fedalloy.wire import Slot
 

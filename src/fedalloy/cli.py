@@ -29,6 +29,7 @@ from fedalloy.expression import slug, split
 from fedalloy.federation import federate
 from fedalloy.flower.cli import deploy
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports, allowed
 from fedalloy.presets import PRESETS
 from fedalloy.ranges import AtLeastOne, expected
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
@@ -50,6 +51,15 @@ Settings = Annotated[Config | None, Parameter(name="*")]
 ConfigFile = Annotated[
     Path | None,
     Parameter(name="--config", help="A TOML file with lines such as rounds = 20; flags win over it."),
+]
+
+AllowCode = Annotated[
+    bool,
+    Parameter(
+        name="--allow-code",
+        negative="",
+        help="Import methods and models outside of FedAlloy that a file or folder names; what you type needs no leave.",
+    ),
 ]
 
 
@@ -88,6 +98,7 @@ def run(
     resume_from: Annotated[
         Path | None, Parameter(name="--resume", help="Carry on with the run in this folder.")
     ] = None,
+    allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one method on one federation.
@@ -96,19 +107,21 @@ def run(
     """
     given, terminal = _given(settings), console(quiet=as_json)
     if resume_from is None:
+        imports = _imports(config, given, allow_code)
         chosen, done = _merged(config, given), 0
         place = out or _new_place(chosen)
     elif out or config:
         raise FedAlloyError("--resume takes config and folder from the run; leave --config and --out away")
     else:
         place, folder = resume_from, RunFolder.existing(resume_from)
+        imports = _imports(place / "config.toml", given, allow_code)
         chosen, done = Config.of({**folder.config.model_dump(), **given}), len(folder.history())
     way = f"fedalloy run --resume {shlex.quote(str(place))}"
     with resumable(place / "config.toml", way), progress(terminal, chosen.rounds, done) as bar:
         if resume_from is None:
-            result = start(chosen, place, bar.round, bar.reply)
+            result = start(chosen, place, bar.round, bar.reply, imports)
         else:
-            result = resume(place, chosen, bar.round, bar.reply)
+            result = resume(place, chosen, bar.round, bar.reply, allow_code=True)  # checked above
     report = write_run_report(result.folder)
     if as_json:
         print_json({**result.summary, "folder": str(result.folder), "report": str(report)})
@@ -137,6 +150,7 @@ def compare(
     out: Annotated[
         Path | None, Parameter(help="The folder to write; finished runs in it are not run again.")
     ] = None,
+    allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare methods fairly: same partition, same initial weights, same batches.
@@ -149,6 +163,7 @@ def compare(
     if seeds is not None and "seed" in given:
         raise FedAlloyError("give --seeds or --seed, not both")
     paper = presets.preset(preset) if preset else None
+    imports = _imports(config, given, allow_code)
     base = _merged(config, {**paper.settings, **given} if paper else given)
     if everything and (methods or paper):
         raise FedAlloyError("--all names the methods; leave the others and --preset away")
@@ -156,7 +171,7 @@ def compare(
         paper.methods if paper else presets.every_method(base.architectures) if everything else ()
     )
     numbers = [base.seed] if seeds is None else _numbers(seeds)
-    plan = Comparison.plan(base, methods, numbers, out, target, fitting=everything)
+    plan = Comparison.plan(base, methods, numbers, out, target, fitting=everything, imports=imports)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
     with (
         resumable(plan.folder / "compare.json", "the same command"),
@@ -185,6 +200,7 @@ def tune(
     out: Annotated[
         Path | None, Parameter(help="The folder to write; finished trials in it are not run again.")
     ] = None,
+    allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Search a method's hyper-parameters on held-out training samples; the test set is not looked at.
@@ -206,9 +222,10 @@ def tune(
         raise FedAlloyError("give --lr-values to try some, or --lr to fix one, not both")
     if given.get("validation") == 0:
         raise FedAlloyError("--validation 0 would choose by the test set; leave it away to hold out 0.2")
+    imports = _imports(config, given, allow_code)
     base = _merged(config, given)
     numbers = [base.seed] if seeds is None else _numbers(seeds)
-    plan = Tuning.plan(base, method, numbers, trials, _rates(lr_values) if lr_values else (), out)
+    plan = Tuning.plan(base, method, numbers, trials, _rates(lr_values) if lr_values else (), out, imports)
     total = plan.trials * len(plan.seeds) * base.rounds
     with (
         resumable(plan.folder / "tune.json", "the same command"),
@@ -247,7 +264,7 @@ def explain(
     data_root
         The folder where that data set lies.
     """
-    facts = anatomy.explain(method, model, load(data, data_root).inputs).facts()
+    facts = anatomy.explain(method, model, load(data, data_root).inputs, Imports()).facts()
     print_json(facts) if as_json else show.explanation(console(), facts)
 
 
@@ -294,7 +311,9 @@ def report(folder: Path, *, as_json: AsJson = False) -> None:
 
 
 @app.command
-def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False) -> None:
+def diagnose(
+    folder: Path, *, clients: AtLeastOne = 10, allow_code: AllowCode = False, as_json: AsJson = False
+) -> None:
     """Look inside a finished run: ranks, spectra, collapse, a map of features, and what its method has to show.
 
     Reads the last checkpoint, rehearses one more local round without recording it, writes diagnostics.json and adds
@@ -307,7 +326,7 @@ def diagnose(folder: Path, *, clients: AtLeastOne = 10, as_json: AsJson = False)
     clients
         How many clients to look at.
     """
-    found = study(*reopen(folder), RunFolder.existing(folder), clients)
+    found = study(*reopen(folder, allow_code=allow_code), RunFolder.existing(folder), clients)
     written = write_run_report(folder)
     if as_json:
         print_json({**found["numbers"], "report": str(written)})
@@ -435,7 +454,7 @@ def models(
     listed = {name: says for name, says, kinds in nets.names() if inputs.kind in kinds}
     rows = []
     for name, says in listed.items() if model is None else [(model, listed.get(model, ""))]:
-        size = nets.size_of(name, inputs)
+        size = nets.size_of(name, inputs, Imports())
         rows.append(
             {"name": name, "says": says, "parameters": size.parameters, "flops_per_sample": size.flops}
         )
@@ -499,6 +518,13 @@ def _given(settings: Config | None) -> dict[str, Any]:
 
 def _merged(file: Path | None, given: dict[str, Any]) -> Config:
     return Config.of({**(Config.read(file) if file else {}), **given}, str(file or ""))
+
+
+def _imports(file: Path | None, given: dict[str, Any], allow_code: bool) -> Imports:
+    """The permission to import what was typed; an error if a file names other code and nobody allowed that."""
+    if file:
+        allowed(str(file), Config.read(file), given, allow_code=allow_code)
+    return Imports()
 
 
 def _new_place(config: Config) -> Path:

@@ -17,6 +17,7 @@ from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
 from fedalloy.expression import slug
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.report import (
     read_comparison,
     write_comparison_report,
@@ -53,6 +54,7 @@ class Comparison:
         target: float | None = None,
         *,
         fitting: bool = False,
+        imports: Imports | None = None,
     ) -> "Comparison":
         """Check everything before anything is written; `fitting` leaves out what the settings do not allow.
 
@@ -67,12 +69,12 @@ class Comparison:
             raise FedAlloyError(
                 f"--target must be an accuracy between 0 and 1, not {target:g}; for example 0.5"
             )
-        names = [registry.make(method).expression for method in methods]
+        names = [registry.make(method, imports).expression for method in methods]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise FedAlloyError(f"{twice} is named twice; name every method once")
         folder = out or Path("runs") / f"compare-{slug(base.data)}-{slug(base.skew)}-{_digest(base)}"
-        plan = cls(folder, base, tuple(names), tuple(dict.fromkeys(seeds)), target)
+        plan = cls(folder, base, tuple(names), tuple(dict.fromkeys(seeds)), target, Series(imports))
         if fitting:
             plan = replace(plan, methods=tuple(method for method in names if plan._fits(method)))
         plan._check()

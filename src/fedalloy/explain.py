@@ -14,7 +14,8 @@ from fedalloy.alloy import CLAIMED_HOOKS, Alloy, Mechanism
 from fedalloy.client import ClientData, Info, client_round
 from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
-from fedalloy.expression import parse
+from fedalloy.expression import Foreign, parse
+from fedalloy.imports import Imports
 from fedalloy.local import Local
 from fedalloy.nets import size_of
 from fedalloy.nets.base import Inputs
@@ -60,10 +61,11 @@ class Explanation:
     recipe: registry.Recipe | None
     model: str
     inputs: Inputs
+    imports: Imports | None = None
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain data."""
-        site = Site(self.method, self.model, self.inputs, seed=0)
+        site = Site(self.method, self.model, self.inputs, seed=0, imports=self.imports)
         server_state, client_state = _states(self.method, site)
         down, up = site.specs("down"), site.specs("up")
         wire = _wire("down", down) + _wire("up", up) + _asked(self.method, site)
@@ -71,7 +73,7 @@ class Explanation:
             wire = [{**row, "reduce": "uniform"} if row["reduce"] == "mean" else row for row in wire]
         if self.method.weighed:
             wire.append({"direction": "up", "slot": "samples", "shape": [], "reduce": "all", "bytes": 8})
-        size = size_of(self.model, self.inputs)
+        size = size_of(self.model, self.inputs, self.imports)
         return {
             "method": self.method.expression,
             "title": self.method.title,
@@ -97,11 +99,11 @@ class Explanation:
         }
 
 
-def explain(text: str, model: str, inputs: Inputs) -> Explanation:
+def explain(text: str, model: str, inputs: Inputs, imports: Imports | None = None) -> Explanation:
     """Take a method apart."""
-    method = registry.make(text)
-    name = parse(text)[0].name if "+" not in text and ":" not in text else ""
-    return Explanation(method, registry.RECIPES.get(name), model, inputs)
+    method, terms = registry.make(text, imports), parse(text)
+    name = terms[0].name if len(terms) == 1 and not isinstance(terms[0], Foreign) else ""
+    return Explanation(method, registry.RECIPES.get(name), model, inputs, imports)
 
 
 def parameters_of(recipe: registry.Recipe) -> list[dict[str, Any]]:

@@ -1,18 +1,23 @@
-"""Names with parameters, as users type them: `fedprox(mu=0.1)`, `moon+dw(mu=1)`, `mlp(hidden=64)`.
+"""Names with parameters, as users type them: `fedprox(mu=0.1)`, `moon+dw(mu=1)`, `mlp(hidden=64)`, `my.module:net`.
 
-Parsed, never evaluated: a name, optional keyword parameters that are plain literals, joined by `+`.
+Parsed, never evaluated, and nothing is imported: a name, optional keyword parameters that are plain literals, joined by
+`+`. What a foreign name such as `my.module:net` stands for, `fedalloy.imports` finds, for those who may.
 """
 
 import ast
 import json
 import re
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fedalloy.errors import FedAlloyError
 
 Literal = bool | int | float | str | None | tuple[int | float | str, ...]
 
+LONGEST = 2000  # letters of an expression: what a parser does with more may take long
 _WORDS: dict[str, Literal] = {"true": True, "false": False, "none": None}
+_FOREIGN = re.compile(r"\s*([a-z_]\w*(?:\.[a-z_]\w*)*)\s*:\s*([a-z_]\w*)\s*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -27,19 +32,40 @@ class Term:
         return f"{self.name}({inside})" if inside else self.name
 
 
+@dataclass(frozen=True)
+class Foreign(Term):
+    """One `package.module:name(key=value, ...)`: code that is not FedAlloy's, under its exact name."""
+
+    module: str = ""
+    typed: str = ""
+
+    def __str__(self) -> str:
+        return self.typed
+
+
 def parse(text: str) -> list[Term]:
     """The terms of an expression, in order.
 
     >>> parse("Per-FedAvg(alpha=1e-2, variant=hf) + dw")
     [Term(name='perfedavg', parameters={'alpha': 0.01, 'variant': 'hf'}), Term(name='dw', parameters={})]
     """
-    joined = re.sub(
-        r"(?<=\w)-(?=[A-Za-z])(?![^(]*\))", "", text.strip()
-    )  # Per-FedAvg is one name; 1e-2 stays
-    try:
-        return [_term(node, text) for node in _summands(ast.parse(joined, mode="eval").body)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise error if isinstance(error, FedAlloyError) else _malformed(text) from None
+    if len(text) > LONGEST:
+        raise FedAlloyError(
+            f"cannot read an expression of {len(text)} letters ({text[:40]!r}...); write at most {LONGEST}"
+        )
+    terms = [_read(word, text) for word in split(text, "+")]
+    if not terms:
+        raise _malformed(text)
+    return terms
+
+
+def foreign(texts: Iterable[str]) -> list[str]:
+    """The names in these expressions that stand for code outside of FedAlloy, also those inside of parameters.
+
+    >>> foreign(["fedavg+my.module:part(mu=1)", "mlp", "fml(meme='other:net')", "share(part=':-1')"])
+    ['my.module:part', 'other:net']
+    """
+    return list(dict.fromkeys(name for text in texts for term in parse(text) for name in _names(term)))
 
 
 def single(text: str) -> Term:
@@ -51,19 +77,23 @@ def single(text: str) -> Term:
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """Cut at separators outside parentheses.
+    """Cut at separators outside of brackets and quotes.
 
     >>> split("resnet18, mlp(hidden=64, depth=2)")
     ['resnet18', 'mlp(hidden=64, depth=2)']
     """
-    pieces, depth = [""], 0
-    for letter in text:
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if letter == separator and depth <= 0:
-            pieces.append("")
+    pieces, start, depth, quote = [], 0, 0, ""
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter == separator and depth <= 0:
+            pieces.append(text[start:place])
+            start = place + 1
         else:
-            pieces[-1] += letter
-    return [piece.strip() for piece in pieces if piece.strip()]
+            depth += (letter in "([{") - (letter in ")]}")
+    return [piece.strip() for piece in [*pieces, text[start:]] if piece.strip()]
 
 
 def slug(text: str) -> str:
@@ -75,10 +105,33 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:80]
 
 
-def _summands(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [*_summands(node.left), *_summands(node.right)]
-    return [node]
+def _read(word: str, text: str) -> Term:
+    """What stands between two `+`."""
+    head, bracket, rest = word.partition("(")
+    if ":" not in head:
+        return _plain_term(head.replace("-", "") + bracket + rest, text)  # Per-FedAvg is one name; 1e-2 stays
+    found = _FOREIGN.fullmatch(head)
+    if not found:
+        raise FedAlloyError(f"cannot read {word!r}; write 'package.module:name' for code of your own")
+    return Foreign(found[2], _plain_term(f"{found[2]}{bracket}{rest}", text).parameters, found[1], word)
+
+
+def _plain_term(word: str, text: str) -> Term:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as those about odd escapes in a string
+            return _term(ast.parse(word.strip(), mode="eval").body, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise error if isinstance(error, FedAlloyError) else _malformed(text) from None
+
+
+def _names(term: Term) -> Iterator[str]:
+    if isinstance(term, Foreign):
+        yield f"{term.module}:{term.name}"
+    for value in term.parameters.values():
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str) and (found := _FOREIGN.search(item)):
+                yield found[0].strip()
 
 
 def _term(node: ast.expr, text: str) -> Term:

@@ -1,9 +1,6 @@
 """Methods by name: what users type becomes a checked alloy."""
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -11,7 +8,8 @@ from typing import Any, Literal
 
 from fedalloy.alloy import Alloy, Mechanism, alloy
 from fedalloy.errors import FedAlloyError, unknown
-from fedalloy.expression import Term, single, split
+from fedalloy.expression import Foreign, Term, parse
+from fedalloy.imports import Imports, found, installed, promised
 from fedalloy.ranges import checked
 
 Family = Literal[
@@ -73,52 +71,66 @@ def parts() -> dict[str, type[Mechanism]]:
     return found
 
 
-def make(text: str) -> Alloy:
-    """The method that a user typed.
+def method(text: str) -> Alloy:
+    """The method that you type, such as `moon+prox(mu=0.1)`, or your own as `package.module:recipe`.
 
-    >>> make("fedprox(mu=0.1)").title
+    >>> method("fedprox(mu=0.1)").title
     'FedProx'
     """
-    pieces = [_piece(word) for word in split(text, "+")]
-    if not pieces:
+    return make(text, Imports())
+
+
+def make(text: str, imports: Imports | None = None) -> Alloy:
+    """The method of this name; code outside of FedAlloy only for who may import it."""
+    if not text.strip(" +"):
         raise FedAlloyError("no method given; try 'fedavg'")
+    terms = parse(text)
+    pieces = [_piece(term, imports) for term in terms]
     if len(pieces) == 1 and isinstance(pieces[0], Alloy):
         return pieces[0]
     titles = [piece.title if isinstance(piece, Alloy) else type(piece).__name__ for piece in pieces]
-    expression = "+".join(piece.expression if isinstance(piece, Alloy) else str(piece) for piece in pieces)
+    typed = [
+        str(term if isinstance(term, Foreign) else piece) for term, piece in zip(terms, pieces, strict=True)
+    ]
+    expression = "+".join(
+        piece.expression if isinstance(piece, Alloy) else word
+        for word, piece in zip(typed, pieces, strict=True)
+    )
     return alloy(" + ".join(titles), *pieces, expression=expression)
 
 
-def _piece(word: str) -> Alloy | Mechanism:
-    if ":" in word.partition("(")[0]:
-        return _imported(word)
-    term = single(word)
+def _piece(term: Term, imports: Imports | None) -> Alloy | Mechanism:
+    if isinstance(term, Foreign):
+        return _called(term, found(term, imports))
     if term.name in RECIPES:
         return RECIPES[term.name].make(**term.parameters)
     known = parts()
     if kind := known.get(term.name):
         return kind(**checked(term.name, kind, term.parameters))
+    if function := installed("fedalloy.methods", term.name):
+        return _called(term, function)
     raise unknown("method", term.name, [*RECIPES, *known])
 
 
-def _imported(word: str) -> Alloy:
-    """`package.module:function(mu=1)`: a user's own recipe."""
-    module_name, _, rest = word.partition(":")
-    term = single(rest)
-    name = rest.partition("(")[0].strip()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: '..x:y' and ':y'
-        raise FedAlloyError(f"cannot import method {word!r}: {error}") from None
+def _called(term: Term, function: Any) -> Alloy | Mechanism:
+    """A user's own recipe or mechanism; what promises neither is not called."""
+    made = promised(function)
+    if not (inspect.isclass(made) and issubclass(made, Alloy | Mechanism)):
+        raise FedAlloyError(
+            f"{term} is no method: name a function made with @fedalloy.recipe, or one that says "
+            "'-> fedalloy.Alloy', or a Mechanism"
+        )
     try:
         inspect.signature(function).bind(**term.parameters)
     except (TypeError, ValueError) as error:
-        raise FedAlloyError(f"cannot call method {word!r}: {error}") from None
+        raise FedAlloyError(f"cannot call method {str(term)!r}: {error}") from None
+    if inspect.isclass(function) and issubclass(function, Mechanism):
+        return function(**checked(function.__name__.lower(), function, term.parameters))
     made = function(**term.parameters)
+    if isinstance(made, Mechanism):
+        return made
     if not isinstance(made, Alloy):
         raise FedAlloyError(
-            f"{word!r} returned {type(made).__name__}, not an alloy; build it with fedalloy.alloy(...)"
+            f"{str(term)!r} returned {type(made).__name__}, not an alloy; build it with fedalloy.alloy(...)"
         )
-    return Alloy(made.title, made.pieces, word)
+    return Alloy(made.title, made.pieces, str(term))

@@ -29,6 +29,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.evaluate import evaluate
 from fedalloy.federation import Federation, federate
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports, allowed
 from fedalloy.random import generator
 from fedalloy.replies import Outcome
 from fedalloy.server import Server
@@ -75,9 +76,11 @@ class Setup:
         federation: Federation | None = None,
         method: Alloy | None = None,
         device: torch.device = CPU,
+        imports: Imports | None = None,
     ) -> None:
         self.config = config
-        self.method = method or registry.make(config.method)
+        self.imports = imports
+        self.method = method or registry.make(config.method, imports)
         self.federation = federation or federate(**config.dealing)
         self.sites = Sites(
             self.method,
@@ -87,6 +90,7 @@ class Setup:
             config.precision,
             config.rounds,
             device,
+            imports,
         )
         self.sites.check()
         for model in dict.fromkeys(config.architectures):
@@ -140,7 +144,8 @@ def train(
 
     Settings are those of the command line. Without `out` the run lives in a temporary folder, as long as the result.
     """
-    alloy = registry.make(method) if isinstance(method, str) else method
+    imports = Imports()  # names that are typed in Python are the user's own word
+    alloy = registry.make(method, imports) if isinstance(method, str) else method
     origin = federation.origin
     if dealt := sorted(name for name in settings if name in origin and settings[name] != origin[name]):
         raise FedAlloyError(
@@ -149,16 +154,20 @@ def train(
     values = {**federation.origin, "model": model, "method": alloy.expression, **settings}
     room = Room() if out is None else None
     path = room.path / "run" if room else Path(str(out))
-    setup = Setup(Config.of(values), federation, alloy)
+    setup = Setup(Config.of(values), federation, alloy, imports=imports)
     folder = RunFolder.create(path, setup.config)
     return play(setup, folder, room=room)
 
 
 def start(
-    config: Config, out: Path, on_round: OnRound | None = None, on_reply: OnReply | None = None
+    config: Config,
+    out: Path,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+    imports: Imports | None = None,
 ) -> Result:
     """A new run in a new folder."""
-    setup = Setup(config)
+    setup = Setup(config, imports=imports)
     setup.server()  # what a method refuses, it refuses before anything is written
     return play(setup, RunFolder.create(out, config), on_round, on_reply)
 
@@ -168,24 +177,33 @@ def resume(
     config: Config | None = None,
     on_round: OnRound | None = None,
     on_reply: OnReply | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Result:
-    """Carry on after the last checkpoint; the end is bit for bit that of a run never interrupted."""
+    """Carry on after the last checkpoint; the end is bit for bit that of a run never interrupted.
+
+    A folder that names code outside of FedAlloy is refused, unless you trust it and allow that.
+    """
     path = Path(path)
     folder = RunFolder.existing(path)
     stored = folder.config
+    imports = allowed(str(path / "config.toml"), stored.model_dump(), allow_code=allow_code)
     if config is not None and (changed := stored.differences(config)):
         raise FedAlloyError(
             f"{path} was started with other settings ({', '.join(changed)}); resume it without them, or start a new run"
         )
     if summary := folder.summary():
         return Result(path, stored, folder.history(), summary)
-    return play(Setup(config or stored), folder, on_round, on_reply)
+    return play(Setup(config or stored, imports=imports), folder, on_round, on_reply)
 
 
-def reopen(path: Path) -> tuple[Server, Sites, Federation]:
+def reopen(path: Path, *, allow_code: bool = False) -> tuple[Server, Sites, Federation]:
     """The server of a run as its last checkpoint left it."""
     folder = RunFolder.existing(path)
-    setup = Setup(folder.config)
+    config = folder.config
+    setup = Setup(
+        config, imports=allowed(str(path / "config.toml"), config.model_dump(), allow_code=allow_code)
+    )
     server = setup.server()
     round, state = folder.checkpoint(setup.federation.dataset.fingerprint)
     if not round:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from fedalloy import registry
 from fedalloy.errors import FedAlloyError
-from fedalloy.expression import Term, single, split
+from fedalloy.expression import Foreign, Term, single, split
+from fedalloy.imports import Imports
 
 Values = tuple[float, ...]
 Point = dict[str, float]
@@ -77,13 +78,13 @@ class Space:
     axes: dict[str, Values]
 
     @classmethod
-    def of(cls, method: str, rates: Iterable[float] = ()) -> "Space":
+    def of(cls, method: str, rates: Iterable[float] = (), imports: Imports | None = None) -> "Space":
         """The space of a method or of a sum.
 
         >>> Space.of("fedprox", rates=[0.1, 0.01]).axes
         {'mu': (0.001, 0.01, 0.1, 0.5, 1), 'lr': (0.01, 0.1)}
         """
-        made = registry.make(method).expression
+        made = registry.make(method, imports).expression
         axes = {name: values for word in _words(made) for name, values in word.axes.items()}
         if rates := sorted(set(rates)):
             axes["lr"] = tuple(rates)
@@ -149,10 +150,10 @@ def _words(method: str) -> list[_Word]:
     texts = split(method, "+")
     words = []
     for text in texts:
-        if ":" in text.partition("(")[0]:  # somebody's own recipe, of which nothing is known
+        term = single(text)
+        if isinstance(term, Foreign):  # somebody's own recipe, of which nothing is known
             words.append(_Word(text))
             continue
-        term = single(text)
         names = [name for name in SPACES.get(term.name, {}) if _matters(term, name)]
         words.append(
             _Word(text, {name if len(texts) == 1 else f"{term.name}.{name}": name for name in names})

@@ -9,18 +9,20 @@ from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.run import OnReply, OnRound, Result, Setup, play, resume
 
 
 class Series:
     """Runs that may share a federation, which is dealt once for those that follow each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Imports | None = None) -> None:
+        self._imports = imports
         self._dealt: tuple[dict[str, Any], Federation] | None = None
 
     def setup(self, config: Config) -> Setup:
         dealing, federation = self._dealt or ({}, None)
-        setup = Setup(config, federation if dealing == config.dealing else None)
+        setup = Setup(config, federation if dealing == config.dealing else None, imports=self._imports)
         self._dealt = config.dealing, setup.federation
         return setup
 
@@ -28,7 +30,7 @@ class Series:
         self, path: Path, config: Config, on_round: OnRound | None = None, on_reply: OnReply | None = None
     ) -> Result:
         if (path / "config.toml").exists():
-            return resume(path, config, on_round, on_reply)
+            return resume(path, config, on_round, on_reply, allow_code=self._imports is not None)
         return play(self.setup(config), RunFolder.create(path, config), on_round, on_reply)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedalloy import nets
 from fedalloy.alloy import Alloy, Mechanism
 from fedalloy.errors import FedAlloyError
+from fedalloy.imports import Imports
 from fedalloy.nets.base import Inputs, Net, Outputs
 from fedalloy.nets.chain import chain
 from fedalloy.random import seed_of
@@ -48,16 +49,18 @@ class Site:
         precision: str = "fp32",
         rounds: int | None = None,
         device: torch.device = CPU,
+        imports: Imports | None = None,
     ) -> None:
         self.method = method
         self.model = model
+        self.imports = imports
         self.models = models or (model,)  # all architectures of the federation
         self.inputs = inputs
         self.seed = seed
         self.rounds = rounds  # of the whole run, where that is known: for schedules
         self.device = device
         with seeded(seed, "init", model):
-            self.net: Net = nets.build(model, inputs)
+            self.net: Net = nets.build(model, inputs, imports)
         for piece in method.with_hook(
             "build"
         ):  # surgery draws from counters of its own: the body stays the same
@@ -283,7 +286,9 @@ class Sites:
         precision: str = "fp32",
         rounds: int | None = None,
         device: torch.device = CPU,
+        imports: Imports | None = None,
     ) -> None:
+        self.imports = imports
         self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
         self.precision, self.rounds, self.device = precision, rounds, device
         self._built: dict[str, Site] = {}
@@ -303,6 +308,7 @@ class Sites:
                 self.precision,
                 self.rounds,
                 self.device,
+                self.imports,
             )
         return self._built[model]
 

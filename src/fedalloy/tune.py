@@ -20,6 +20,7 @@ from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError, writing
 from fedalloy.expression import slug
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.random import seed_of
 from fedalloy.run import OnReply, OnRound
 from fedalloy.search import RATES, Point, Space
@@ -65,16 +66,17 @@ class Tuning:
         budget: int,
         rates: Sequence[float] = (),
         out: Path | None = None,
+        imports: Imports | None = None,
     ) -> "Tuning":
         """Check everything before anything is written. Without rates those of the optimiser are tried, unless the
         settings name one; without `out` the folder is named by the settings."""
         if not rates and "lr" not in base.model_fields_set:
             rates = RATES[base.optimizer]
-        space = Space.of(method, rates)
+        space = Space.of(method, rates, imports)
         base = base.model_copy(update={"validation": base.validation or VALIDATION})
         seeds = tuple(dict.fromkeys(seeds))
         name = f"tune-{slug(space.method)}-{slug(base.data)}-{slug(base.skew)}-{_digest(base, space, seeds)}"
-        plan = cls(out or Path("runs") / name, base, space, seeds, budget)
+        plan = cls(out or Path("runs") / name, base, space, seeds, budget, Series(imports))
         plan._check()
         return plan
 

@@ -22,6 +22,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
 from fedalloy.flower.server import serve
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.run import Record, Result, Setup, one_round, one_thread, play, resume, sample
 from fedalloy.server import Server
 from fedalloy.storage import Vault
@@ -65,7 +66,7 @@ class Case:
             "engine": "inline",
             **settings,
         }
-        return Setup(Config.of(values), FED)
+        return Setup(Config.of(values), FED, imports=Imports())
 
     def run(self, name: str, method: str | None = None, stop: int | None = None, **settings: Any) -> Result:
         """A whole run, or one that is stopped after a round."""

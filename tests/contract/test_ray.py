@@ -33,6 +33,7 @@ from fedalloy.engines.ray import RayActors, _device
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.run import Record, Setup, one_thread, play, resume, train
 from fedalloy.wire import Mail
 
@@ -53,7 +54,7 @@ def cluster() -> Iterator[Cluster]:
 
 def setup_of(method: str, federation: Federation = FED, **settings: Any) -> Setup:
     values = {**federation.origin, **SMALL, "method": method, "engine": "ray", "workers": 2, **settings}
-    return Setup(Config.of(values), federation)
+    return Setup(Config.of(values), federation, imports=Imports())
 
 
 def bits(setup: Setup, folder: Path, stop: int | None = None) -> tuple[str, str | None, list[Any]]:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from flwr.supernode import start_client_internal
 from loopback import SMALL, Loopback
 
 from fedalloy import __version__
+from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower import node
 from fedalloy.flower.post import Lobby
 from fedalloy.flower.records import FACTS, mail_record
 from fedalloy.flower.server import serve
 from fedalloy.flower.site import Desk, greet_or_answer
+from fedalloy.flower.terms import Terms
 from fedalloy.folder import RunFolder
 from fedalloy.nets.base import Inputs
 from fedalloy.run import Record, Result
@@ -191,11 +194,51 @@ def test_a_site_must_know_which_client_it_is(tmp_path: Path, client: Any) -> Non
         desk(tmp_path, client=client)
 
 
-@pytest.mark.parametrize("name", ["method", "model"])
-def test_a_server_cannot_make_a_site_import_code(tmp_path: Path, name: str) -> None:
-    settings = {**SETTINGS, name: "os:getcwd"}
-    with pytest.raises(FedAlloyError, match="does not run it"):
-        Desk(settings, {"client": 1, "state": str(tmp_path)})
+CODE = ["os:getcwd", "subprocess:getoutput(cmd='touch made')", "fedavg()+subprocess:getoutput(cmd='touch made')",
+        "fedsce(aux='subprocess:getoutput')", "mlp(hidden=4)+os:system(command='touch made')"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["method", "model", "models"])
+@pytest.mark.parametrize("text", CODE)
+def test_a_server_cannot_make_a_site_import_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FedAlloyError, match=r"the server names code outside of FedAlloy \("):
+        Desk({**SETTINGS, name: text}, {"client": 1, "state": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
+
+
+TEXTS = [
+    name
+    for name, field in {**Config.model_fields, **Terms.model_fields}.items()
+    if "str" in str(field.annotation)
+]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("text", [CODE[2], "../../etc/passwd", "hf:some/set", "a+hf:some/set"])
+def test_no_text_of_a_server_runs_fetches_or_leads_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """It is refused, or it is none of a site's business and nothing comes of it."""
+    monkeypatch.chdir(tmp_path)
+    known = set(sys.modules)
+    with suppress(FedAlloyError):
+        made = Desk({**SETTINGS, name: text}, {"client": 1, "state": str(tmp_path)})
+        assert made.config.data_root is None
+        assert name not in ("method", "model", "models", "data", "skew", "augment")
+    assert not list(tmp_path.iterdir())
+    assert "datasets" not in set(sys.modules) - known
+
+
+@pytest.mark.parametrize("name", ["data-root", "data_root"])
+def test_where_data_lie_is_the_sites_own_business(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.csv").write_text("a,label\n1,x\n2,y\n")
+    with pytest.raises(FedAlloyError, match="give --data-root"):
+        Desk({**SETTINGS, "data": "mine", "data-root": str(tmp_path), name: str(tmp_path)}, {"client": 1})
+    with pytest.raises(FedAlloyError, match="this site reads only its own folder, not a\\+hf:x/y"):
+        Desk({**SETTINGS, "data": "a+hf:x/y"}, {"client": 1, "data-root": str(tmp_path)})
 
 
 @pytest.mark.parametrize("run", ["", "..", "a/b", "A" * 32, "0" * 31, "0" * 33])

@@ -17,6 +17,7 @@ from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
 from fedalloy.client import Client, ClientData, Step, client_round, client_told
 from fedalloy.data import Dataset, Prepare, Split, load
 from fedalloy.federation import Federation, federate
+from fedalloy.imports import Imports
 from fedalloy.local import Local
 from fedalloy.methods import local
 from fedalloy.nets.base import Net
@@ -39,7 +40,7 @@ class Lab:
     ) -> None:
         self.method, self.federation, self.seed = method, federation, seed
         self.local = Local(**local)
-        self.site = Site(method, model, federation.dataset.inputs, seed)
+        self.site = Site(method, model, federation.dataset.inputs, seed, imports=Imports())
         self.server = Server(method, self.site, federation.info, self.local, seed)
         self.keeps: dict[int, Items] = {}
         self.replies: dict[int, Reply] = {}  # of the latest round

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fedalloy import nets
 from fedalloy.alloy import AlloyConflict
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
+from fedalloy.imports import Imports
 from fedalloy.methods import fedavg, fedfa_aug
 from fedalloy.methods.fedfa_aug import EPS, Jitter, layers, stages
 from fedalloy.nets.base import Inputs, Net
@@ -123,10 +124,10 @@ def test_maps_without_deviation(x: Tensor) -> None:
     ],
 )
 def test_one_for_every_stage(model: str, channels: list[int]) -> None:
-    site = Site(fedfa_aug(), model, IMAGES, seed=0)
+    site = Site(fedfa_aug(), model, IMAGES, seed=0, imports=Imports())
     found = [site.net.get_submodule(name) for name in layers(site.net)]
     assert [module.variances.shape[1] for module in found if isinstance(module, Jitter)] == channels
-    plain = Site(fedavg(), model, IMAGES, seed=0)
+    plain = Site(fedavg(), model, IMAGES, seed=0, imports=Imports())
     assert torch.equal(site.initial, plain.initial)
     assert len(site.initial_buffers) == len(plain.initial_buffers) + 4 * sum(channels)
     body = nets.build(model, IMAGES).body

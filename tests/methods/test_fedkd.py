@@ -20,6 +20,7 @@ from fedalloy.client import Step
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.mechanisms.svd import SVD, Matrix, matrices_of
 from fedalloy.methods import fedkd
 from fedalloy.nets.base import Inputs, Net
@@ -48,7 +49,9 @@ def odd(inputs: Inputs | None = None) -> Net:
 
 
 def site_of(t_start: float = 0.95, t_end: float = 0.98, model: str = "test_fedkd:odd", **rest: Any) -> Site:
-    return Site(make(f"fedavg+svd(t_start={t_start}, t_end={t_end})"), model, DIGITS, 0, **rest)
+    return Site(
+        make(f"fedavg+svd(t_start={t_start}, t_end={t_end})"), model, DIGITS, 0, imports=Imports(), **rest
+    )
 
 
 def low_rank(site: Site, seed: int = 0) -> Tensor:

@@ -20,6 +20,7 @@ from fedalloy.data import Dataset, load
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.mechanisms.mutual import divergence
 from fedalloy.methods import fedsce, local
 from fedalloy.methods.fedsce import contributions, outside, own_layers
@@ -124,7 +125,7 @@ def test_the_server_averages_by_contribution(model: str, squared: bool) -> None:
 
 def aux(model: str, flat: Tensor, buffers: Tensor) -> Net:
     """An auxiliary model with these weights, in eval mode."""
-    site = Site(local(), model, DIGITS, 0)
+    site = Site(local(), model, DIGITS, 0, imports=Imports())
     site.weights.load(flat, buffers)
     net: Net = site.net.eval().requires_grad_(False)
     return net

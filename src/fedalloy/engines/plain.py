@@ -20,6 +20,7 @@ from fedalloy.data import Dataset, Prepare, Split
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.wire import Items
 from fedalloy.workshop import Workshop
 
@@ -37,6 +38,7 @@ def plan_of(workshop: Workshop, config: Config) -> tuple[dict[str, Any], list[Ar
     entries, arrays = packed(items)
     plan = {
         "versions": _versions(),
+        "allowed": workshop.sites.imports is not None,
         "paths": [os.getcwd(), *sys.path],
         "modules": sorted({type(piece).__module__ for piece in method}),
         "method": method.expression,
@@ -57,10 +59,11 @@ def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device)
     sys.path += [path for path in plan["paths"] if path not in sys.path]
     importlib.invalidate_caches()
     expression, method = plan["method"], None
+    imports = Imports() if plan["allowed"] else None
     try:
         for module in plan["modules"]:
             importlib.import_module(module)
-        method = registry.make(expression)
+        method = registry.make(expression, imports)
     except (ImportError, FedAlloyError) as error:
         why = str(error)
     else:
@@ -71,7 +74,7 @@ def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device)
             "put it into a module and name it 'package.module:function', or use --engine workers"
         )
     federation = together(plan["federation"], unpacked(plan["entries"], arrays))
-    setup = Setup(Config.of(tomllib.loads(plan["config"])), federation, method, device)
+    setup = Setup(Config.of(tomllib.loads(plan["config"])), federation, method, device, imports)
     return setup.workshop(RunFolder(Path()))
 
 

@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+import os
 import signal
 import time
 import tomllib
@@ -20,6 +21,7 @@ from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports, allowed
 from fedalloy.storage import write_whole
 
 if TYPE_CHECKING:
@@ -66,10 +68,10 @@ def init(
     if "clients" not in chosen.model_fields_set:
         raise FedAlloyError("how many sites are there? give --clients, such as --clients 3")
     hosts = hosts_of(host)
-    check_plan(chosen, agreed, port)
+    check_plan(chosen, agreed, Imports(), port)  # typed here
     given = given_file(agreed)
     if agreed.computed:
-        refuse_sealed(registry.make(chosen.method))
+        refuse_sealed(registry.make(chosen.method, Imports()))
     agreed = agreed.model_copy(update={"preprocessing": FILE if given else ""})
     Deployment.create(folder, chosen, agreed, hosts, port)
     if given:
@@ -85,11 +87,15 @@ def server(
     /,
     *,
     bind: Annotated[str, Parameter(help="The address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
+    allow_code: Annotated[
+        bool, Parameter(negative="", help="Let runs name methods and models outside of FedAlloy.")
+    ] = False,
 ) -> None:
     """Start the server (Flower's SuperLink) and let in the sites whose keys it has; until Ctrl-C."""
     from fedalloy.flower.deploy import Deployment, stop
 
     made = Deployment(folder)
+    os.environ["FEDALLOY_ALLOW_CODE"] = "1" if allow_code else "0"  # what starts from here inherits it
     with _until_stopped():
         process = made.start_server(bind)
         try:
@@ -191,6 +197,9 @@ def run(
     run_config: Annotated[
         tuple[str, ...], Parameter(help="Change settings of the app, such as 'rounds=5 lr=0.1'.")
     ] = (),
+    allow_code: Annotated[
+        bool, Parameter(negative="", help="Run an app that names methods or models outside of FedAlloy.")
+    ] = False,
     detach: Annotated[bool, Parameter(negative="", help="Do not wait for the end.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -202,8 +211,9 @@ def run(
     from fedalloy.run import Result
 
     made, terminal = Deployment(folder), console(quiet=as_json)
-    config, terms = read_settings(made.settings_with(run_config))
-    check_plan(config, terms)
+    config, terms = read_settings(settings := made.settings_with(run_config))
+    imports = allowed(str(made.folder / "app" / "pyproject.toml"), settings, allow_code=allow_code)
+    check_plan(config, terms, imports)
     number = made.start_run(run_config)
     last = {"run": str(number), "folder": terms.run_folder, "rounds": config.rounds}
     write_whole(made.folder / "server" / LAST, json.dumps(last).encode(), 0o600)

@@ -8,6 +8,7 @@ from fedalloy import registry
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms
+from fedalloy.imports import Imports
 
 LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 
@@ -24,7 +25,7 @@ def hosts_of(text: str) -> list[str]:
     return hosts
 
 
-def check_plan(config: Config, terms: Terms, port: int | None = None) -> None:
+def check_plan(config: Config, terms: Terms, imports: Imports | None, port: int | None = None) -> None:
     """Refuse what could not run: a port, a list of classes, a run folder, a method that cannot do what is asked."""
     if port is not None and not 1 <= port <= 65535:
         raise FedAlloyError(f"--port {port} is none; they run from 1 to 65535")
@@ -35,7 +36,7 @@ def check_plan(config: Config, terms: Terms, port: int | None = None) -> None:
         raise FedAlloyError(
             f"run-folder {terms.run_folder!r} would lie outside of server/; type a plain name such as second"
         )
-    method = registry.make(config.method)
+    method = registry.make(config.method, imports)
     if terms.masked:
         from fedalloy.flower.masked import check_maskable
 

@@ -24,6 +24,7 @@ from fedalloy.flower.post import Lobby, Post
 from fedalloy.flower.roster import clients_by_node
 from fedalloy.flower.terms import Settings, Terms, read_settings
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports, foreign_in, outside
 from fedalloy.nets.base import Inputs
 from fedalloy.run import Record, Result, Setup, play
 from fedalloy.storage import kept_secret, write_whole
@@ -56,9 +57,11 @@ class Roll(Federation):
         return False
 
 
-def serve(grid: Grid, settings: Settings) -> Result:
+def serve(grid: Grid, settings: Settings, imports: Imports | None = None) -> Result:
     """A whole training over the sites that `grid` reaches; carries on if the run folder holds a part of one."""
     config, terms = read_settings(settings)
+    if imports is None and (names := foreign_in(config.model_dump())):
+        raise outside(names, "the app")
     dealt = federate(**config.dealing) if terms.sites == "dealt" else None
     agreed = None if dealt else known(terms, Path(terms.run_folder))
     source: Source = {"from": "the terms"}
@@ -76,9 +79,9 @@ def serve(grid: Grid, settings: Settings) -> Result:
     federation = dealt
     if federation is None:
         if agreed is None:
-            agreed, source = agree(config, terms, registry.make(config.method), lobby)
+            agreed, source = agree(config, terms, registry.make(config.method, imports), lobby)
         lobby.agreed, federation = agreed, roll(config, terms, agreed, told)
-    setup = Setup(config, federation)
+    setup = Setup(config, federation, imports=imports)
     setup.most_norm = terms.most_norm
     if terms.masked:
         check_maskable(setup.method)

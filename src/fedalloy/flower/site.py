@@ -33,6 +33,7 @@ from fedalloy.flower.records import (
 )
 from fedalloy.flower.statistics import STATISTICS, shown, to_items
 from fedalloy.flower.terms import Settings, read_settings
+from fedalloy.imports import Imports, foreign_in, outside
 from fedalloy.mechanisms.privacy import Private
 from fedalloy.run import Setup, one_thread
 from fedalloy.storage import Vault, kept_secret, write_whole
@@ -59,9 +60,12 @@ class Desk:
 
     def __init__(self, settings: Settings, node: Settings) -> None:
         with blamed("settings"):
-            self.config, self.terms = read_settings({**settings, **_own(node)})
+            self.config, self.terms = read_settings({**_agreed(settings), **_own(node)})
+        self.imports = Imports() if node.get("allow-code") is True else None
         with blamed("refused-code"):
-            _refuse_foreign_code(self.config, node)
+            if self.imports is None and (names := foreign_in(self.config.model_dump())):
+                raise outside(names, "the server")
+            _refuse_the_hub(self.config, node)
         with blamed("wrong-client"):
             self.client = _client(node, self.config)
         self.only_masked = self.terms.masked or node.get("only-masked") is True
@@ -70,7 +74,7 @@ class Desk:
         with blamed("data"):
             self.federation = self._federation()
         with blamed("unfit"):
-            self.setup = Setup(self.config, self.federation)
+            self.setup = Setup(self.config, self.federation, imports=self.imports)
         self.sealer = self.setup.method.claimant("seal")
         if "most-epsilon" in node:
             with blamed("privacy-limit"):
@@ -228,7 +232,7 @@ class Desk:
             if agreed.class_names != self.terms.classes:
                 raise FedAlloyError("the server's preprocessing names other classes than the terms")
             share = self._scaled(agreed) or self._share(agreed)
-            self._last = (text, share, Setup(self.config, share))
+            self._last = (text, share, Setup(self.config, share, imports=self.imports))
         return self._last[1:]
 
     def _scaled(self, agreed: Preprocessing) -> Share | None:
@@ -272,6 +276,11 @@ def _alone(federation: Federation, before: list[int], after: int) -> Split:
     )
 
 
+def _agreed(settings: Settings) -> Settings:
+    """What a server says; where a site's data lie is not the server's to say."""
+    return {name: value for name, value in settings.items() if name.replace("-", "_") != "data_root"}
+
+
 def _own(node: Settings) -> Settings:
     """What a site sets for itself: where its data are, and perhaps under which name."""
     return {name: node[name] for name in ("data", "data-root") if name in node}
@@ -286,15 +295,12 @@ def _client(node: Settings, config: Config) -> int:
     return client
 
 
-def _refuse_foreign_code(config: Config, node: Settings) -> None:
-    """A server may name methods and models of FedAlloy, never any importable code, unless the site allows it."""
-    if node.get("allow-code") is True:
-        return
-    for name in (config.method, *config.architectures):
-        if ":" in name.partition("(")[0]:
-            raise FedAlloyError(
-                f"{name} is code outside of FedAlloy; this site does not run it (--allow-code)"
-            )
+def _refuse_the_hub(config: Config, node: Settings) -> None:
+    """A server may name a file in this site's own folder, never what is fetched or lies elsewhere."""
+    if "data" not in node and "hf:" in config.data:
+        raise FedAlloyError(
+            f"this site reads only its own folder, not {config.data}; its operator may name that with --data"
+        )
 
 
 @lru_cache(maxsize=4)

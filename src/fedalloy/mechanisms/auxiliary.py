@@ -17,9 +17,9 @@ class Auxiliary(Mechanism):
     gives = frozenset({"an auxiliary model"})
 
     def build(self, site: Site) -> None:
-        site.net.aux = nets.build(self.model or smallest(site), site.inputs)
+        site.net.aux = nets.build(self.model or smallest(site), site.inputs, site.imports)
 
 
 def smallest(site: Site) -> str:
     """The federation's architecture with the fewest parameters."""
-    return min(site.models, key=lambda model: nets.size_of(model, site.inputs).parameters)
+    return min(site.models, key=lambda model: nets.size_of(model, site.inputs, site.imports).parameters)

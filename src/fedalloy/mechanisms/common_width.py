@@ -23,7 +23,7 @@ class CommonWidth(Mechanism):
     claims = frozenset({"the width of features"})
 
     def build(self, site: Site) -> None:
-        width = self.width or min(nets.width_of(model, site.inputs) for model in site.models)
+        width = self.width or min(nets.width_of(model, site.inputs, site.imports) for model in site.models)
         net = site.net
         if width == net.width:
             return

@@ -31,7 +31,7 @@ class Student(Auxiliary):
     gives = frozenset({"an auxiliary model", "a map of features"})
 
     def build(self, site: Site) -> None:
-        student = nets.build(self.model or smallest(site), site.inputs)
+        student = nets.build(self.model or smallest(site), site.inputs, site.imports)
         site.net.bridge = nn.Linear(student.width, site.net.width, bias=False)  # before aux: it stays private
         site.net.aux = student
 

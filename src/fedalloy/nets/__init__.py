@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from fedalloy.errors import FedAlloyError, unknown
-from fedalloy.expression import single
-from fedalloy.nets.adopt import adopt, load
+from fedalloy.expression import Foreign, single
+from fedalloy.imports import Imports, found, installed
+from fedalloy.nets.adopt import adopt, made_by
 from fedalloy.nets.base import Inputs, Kind, Net, Outputs
 from fedalloy.nets.bilstm import bilstm
 from fedalloy.nets.cnn import cnn, cnn_bn, cnn_feddw, cnn_fedrda
@@ -76,20 +77,21 @@ _INSTEAD: dict[Kind, str] = {"image": "cnn, resnet18 or mlp", "vector": "mlp", "
 _SMALLEST = 8  # the least side of an image that every convolutional model can read
 
 
-def build(text: str, inputs: Inputs) -> Net:
-    """A net such as `resnet18`, `mlp(hidden=64)` or a user's own `package.module:factory`.
+def build(text: str, inputs: Inputs, imports: Imports | None = None) -> Net:
+    """A net such as `resnet18`, `mlp(hidden=64)` or, for who may import it, a user's own `package.module:factory`.
 
     Weights are drawn from torch's global generator: seed it first.
 
     >>> build("mlp(hidden=16)", Inputs("image", (1, 8, 8), classes=10)).head
     Linear(in_features=16, out_features=10, bias=True)
     """
-    if ":" in text:
-        return load(text, inputs)
-    name, parenthesis, parameters = text.partition("(")
-    term = single(name.replace("-", "") + parenthesis + parameters)  # so that resnet-18 is no subtraction
+    term = single(text)
+    if isinstance(term, Foreign):
+        return made_by(found(term, imports), term, inputs)
     if term.name not in _PRETTY:
-        raise unknown("model", name.strip().lower(), _FACTORIES)
+        if factory := installed("fedalloy.models", term.name):
+            return made_by(factory, term, inputs)
+        raise unknown("model", text.partition("(")[0].strip().lower(), _FACTORIES)
     model = _PRETTY[term.name]
     _require_readable(model, inputs)
     net = _FACTORIES[model](inputs, **checked(model, _FACTORIES[model], term.parameters))
@@ -105,7 +107,7 @@ def names() -> list[Model]:
     ]
 
 
-def size_of(text: str, inputs: Inputs) -> Size:
+def size_of(text: str, inputs: Inputs, imports: Imports | None = None) -> Size:
     """The size of a net and the work of its forward pass; the global random state is left alone.
 
     >>> size_of("mlp(hidden=16)", Inputs("image", (1, 8, 8), classes=10))
@@ -115,18 +117,18 @@ def size_of(text: str, inputs: Inputs) -> Size:
     device = "cpu" if ":" in text or inputs.kind == "tokens" else "meta"
     with torch.random.fork_rng(devices=[]):
         with torch.device(device):
-            net = build(text, inputs)
+            net = build(text, inputs, imports)
         return measure(net, inputs)
 
 
-def width_of(text: str, inputs: Inputs) -> int:
+def width_of(text: str, inputs: Inputs, imports: Imports | None = None) -> int:
     """The width of a net's features; the global random state is left alone.
 
     >>> width_of("mlp(hidden=16)", Inputs("image", (1, 8, 8), classes=10))
     16
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu" if ":" in text else "meta"):
-        return build(text, inputs).width
+        return build(text, inputs, imports).width
 
 
 def _kinds(name: str) -> tuple[Kind, ...]:

@@ -1,16 +1,14 @@
 """A user's own module as a net: its last linear layer becomes the head, the rest the body."""
 
-import sys
-from collections.abc import Callable
-from importlib import import_module
-from inspect import Parameter, signature
-from pathlib import Path
+from inspect import Parameter, isclass, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.errors import FedAlloyError
+from fedalloy.expression import Term
+from fedalloy.imports import promised
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.nets.measure import samples
 
@@ -46,44 +44,35 @@ def adopt(module: nn.Module, inputs: Inputs) -> Net:
     return net
 
 
-def load(text: str, inputs: Inputs) -> Net:
-    """`package.module:factory`, called with the inputs if it requires an argument, and adopted."""
-    factory = _find(text)
+def made_by(factory: Any, term: Term, inputs: Inputs) -> Net:
+    """The net of a user's own factory or module class, which is given the inputs if it requires an argument.
+
+    What does not promise an nn.Module is not called.
+    """
+    text, made = str(term), promised(factory)
+    if not (isclass(made) and issubclass(made, nn.Module)):
+        raise FedAlloyError(
+            f"{text!r} is no model; it must be an nn.Module class, or a function that says '-> nn.Module'"
+        )
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = signature(factory).parameters.values()
     required = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    required = [name for name in required if name not in term.parameters]
     if len(required) > 1:
         raise FedAlloyError(
             f"{text!r} requires {', '.join(required)}; it may require one argument, the Inputs"
         )
-    made = factory(inputs) if required else factory()
-    if not isinstance(made, nn.Module):
-        raise FedAlloyError(
-            f"{text!r} makes something of type {type(made).__name__}; it must make an nn.Module"
-        )
-    return adopt(made, inputs)
-
-
-def _find(text: str) -> Callable[..., Any]:
-    path, _, name = text.strip().partition(":")
-    if not path or not name or path.startswith("."):
-        raise FedAlloyError(f"cannot read {text!r}; write 'package.module:factory'")
-    if (here := str(Path.cwd())) not in sys.path:  # a console script does not see the working directory
-        sys.path.insert(0, here)
+    given = (inputs,) if required else ()
     try:
-        module = import_module(path)
-    except ModuleNotFoundError as error:
-        if not f"{path}.".startswith(f"{error.name}."):
-            raise  # it is the user's module that imports something missing: show where
-        raise FedAlloyError(f"{text!r}: no module {error.name!r} in this folder or installed") from None
-    if not hasattr(module, name):
-        callables = [key for key, value in vars(module).items() if callable(value)]
-        raise unknown(f"name in module {path}", name, callables)
-    factory: object = getattr(module, name)
-    if not callable(factory):
-        kind = type(factory).__name__
-        raise FedAlloyError(f"{text!r} is of type {kind}; it must be a function or an nn.Module class")
-    return factory
+        signature(factory).bind(*given, **term.parameters)
+    except TypeError as error:
+        raise FedAlloyError(f"cannot call model {text!r}: {error}") from None
+    net = factory(*given, **term.parameters)
+    if not isinstance(net, nn.Module):
+        raise FedAlloyError(
+            f"{text!r} makes something of type {type(net).__name__}; it must make an nn.Module"
+        )
+    return adopt(net, inputs)
 
 
 def _last_linear(module: nn.Module, classes: int) -> tuple[str, nn.Linear]:

@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from fedalloy import nets, registry
 from fedalloy.config import Config
+from fedalloy.imports import Imports
 from fedalloy.nets.base import Inputs, Net
 from fedalloy.random import generator
 
@@ -34,7 +35,7 @@ DATA: dict[str, tuple[int, int, Inputs]] = {
 def run_seconds(config: Config) -> float:
     """Of one run with all its workers."""
     train, test, inputs = DATA[config.data]
-    method = registry.make(config.method)
+    method = registry.method(config.method)
     participation = 1.0 if method.everyone else config.participation
     whole = min(config.limit or train, train)
     held = whole * (1 - config.test_share)
@@ -55,7 +56,7 @@ def run_seconds(config: Config) -> float:
 def step_seconds(model: str, inputs: Inputs) -> float:
     """Of one sample in a training step, on one thread."""
     with torch.random.fork_rng(devices=[]):
-        net = nets.build(model, inputs)
+        net = nets.build(model, inputs, Imports())
     few, many = TIMED
     took = _step(net, inputs, few)
     return took / few if took > QUICK else _step(net, inputs, many) / many

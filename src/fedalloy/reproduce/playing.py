@@ -9,6 +9,7 @@ from pathlib import Path
 from fedalloy.config import Config
 from fedalloy.diagnose import study
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.reproduce.grid import place
 from fedalloy.run import reopen
 from fedalloy.series import Series, rounds_left
@@ -30,7 +31,7 @@ def play(
     count = itertools.count(played())
     tell(next(count), total)
     if jobs == 1:
-        series = Series()
+        series = Series(Imports())  # names are ours, or were typed
         for config in configs:
             _play(root, config, series, lambda record: tell(next(count), total), inside=inside)
         return
@@ -53,6 +54,6 @@ def _play(
     *, inside: bool = False,
 ) -> None:  # fmt: skip
     path = root / place(config)
-    (series or Series()).play(path, config, on_round)
+    (series or Series(Imports())).play(path, config, on_round)
     if inside and not (path / "diagnostics.json").exists():
-        study(*reopen(path), RunFolder.existing(path))
+        study(*reopen(path, allow_code=True), RunFolder.existing(path))
