@@ -272,7 +272,7 @@ def test_no_expression_imports_anything(evil: Path) -> None:
             with suppress(FedAlloyError):
                 reading(text)
                 taken += reading is parse
-        assert time.thread_time() - began < 1, (chance, text[:200])
+        assert time.thread_time() - began < 5, (chance, text[:200])
         assert not seen, (chance, text, seen)
     watching = False
     assert set(sys.modules) == known
@@ -285,4 +285,4 @@ def test_a_long_expression_is_not_read() -> None:
         began = time.thread_time()
         with pytest.raises(FedAlloyError, match="letters"):
             registry.make(text)
-        assert time.thread_time() - began < 1
+        assert time.thread_time() - began < 5
