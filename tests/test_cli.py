@@ -34,6 +34,7 @@ COMMANDS = (
     "reproduce",
     "bench",
     "models",
+    "preprocessing",
     "deploy",
 )
 WIDEST = 80

@@ -130,7 +130,7 @@ def test_an_answer_that_cannot_be_used_is_refused(spoilt: Items, why: str) -> No
     server = Server(method, site, FED.info, Local(), seed=0)
     server.round = 1
     told = {"census.counts": torch.ones(10, dtype=torch.int64), "census.weight": torch.tensor(1.0)}
-    replies = [Reply(1, k, dict(told)) for k in range(3)]
+    replies = [Reply(1, k, dict(told), samples=4) for k in range(3)]
     replies[1] = replace(replies[1], items=told | spoilt)
     outcome = server.hear(method.asking(last=True)[0], [0, 1, 2], replies)
     assert outcome.refused == {1: why}
