@@ -34,7 +34,8 @@ class Reader(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
         last = torch.where(ids > 0, places, 0).amax(dim=1, keepdim=True)  # an empty text reads one padding
-        longest = int(last.max()) + 1
+        # a graph that is exported reads the padding too: which states count is the same
+        longest = ids.shape[1] if torch.compiler.is_exporting() else int(last.max()) + 1
         turned = ids.gather(1, (last - places).clamp(min=0))
         return torch.cat(
             [
@@ -48,4 +49,4 @@ class Reader(nn.Module):
 def _last(lstm: nn.LSTM, words: Tensor, last: Tensor) -> Tensor:
     """The state after the last word of each text."""
     states: Tensor = lstm(words)[0]
-    return states.take_along_dim(last[:, :, None], dim=1).squeeze(1)
+    return states.gather(1, last[:, :, None].expand(-1, 1, states.shape[2])).squeeze(1)

@@ -37,7 +37,7 @@ class Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         words = self.project(self.frame(x)).flatten(2).transpose(1, 2)
-        return torch.cat([self.token.expand(len(x), -1, -1), words], dim=1) + self.position
+        return torch.cat([self.token.expand(x.shape[0], -1, -1), words], dim=1) + self.position
 
 
 class Attention(nn.Module):
