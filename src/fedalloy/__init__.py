@@ -1,5 +1,7 @@
 """FedAlloy: heterogeneous federated learning, every method an alloy of small mechanisms."""
 
+__version__ = "0.1.0"
+
 from fedalloy import methods
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy
 from fedalloy.config import Config
@@ -8,9 +10,8 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.registry import method, recipe
 from fedalloy.run import Result, resume, train
+from fedalloy.trained import Model, export, load_model, predict
 from fedalloy.wire import Slot
-
-__version__ = "0.1.0"
 
 __all__ = [
     "IID",
@@ -25,15 +26,19 @@ __all__ = [
     "FedAlloyError",
     "Federation",
     "Mechanism",
+    "Model",
     "Pathological",
     "Phase",
     "Quantity",
     "Result",
     "Slot",
     "alloy",
+    "export",
     "federate",
+    "load_model",
     "method",
     "methods",
+    "predict",
     "recipe",
     "resume",
     "train",

@@ -1,4 +1,5 @@
-"""Commands: run, compare, tune, methods, explain, partition, report, diagnose, reproduce, bench, models, deploy."""
+"""Commands: run, compare, tune, methods, explain, partition, report, diagnose, export, predict,
+reproduce, bench, models, deploy."""
 
 import json
 import math
@@ -15,7 +16,7 @@ import pydantic
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 from cyclopts.validators import Number
 
-from fedalloy import __version__, nets, presets, show
+from fedalloy import __version__, nets, presets, show, trained
 from fedalloy import explain as anatomy
 from fedalloy import reproduce as studies
 from fedalloy.bench import play as benches
@@ -333,6 +334,78 @@ def diagnose(
     else:
         show.findings(console(), found["numbers"])
         show.files(console(), report=written)
+
+
+@app.command
+def export(
+    run: Path,
+    path: Path,
+    *,
+    client: Annotated[
+        int | None, Parameter(help="The model of this client, for methods with personal models.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the trained model of a run to a file, ready to use; the data are not needed.
+
+    model.safetensors holds named tensors, architecture, normalisation and class names, and is what 'fedalloy predict'
+    reads; model.pt2 (torch.export) and model.onnx are programs of their own: samples in, probabilities out.
+
+    Parameters
+    ----------
+    run
+        The folder of a run, or that of a federation's server.
+    path
+        The file to write: its ending says in which form.
+    """
+    written = trained.export(run, path, client)
+    facts = {"file": str(written), "bytes": written.stat().st_size}
+    print_json(facts) if as_json else show.files(console(), model=written)
+
+
+@app.command(name="predict")
+def predict_samples(
+    model: Path,
+    samples: Path,
+    *,
+    out: Annotated[Path | None, Parameter(help="Write a CSV file with a line for each sample.")] = None,
+    allow_code: Annotated[
+        bool, Parameter(negative="", help="Run the code outside of FedAlloy that the model names.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model about new samples: the class of each, and the probabilities of all classes.
+
+    Samples with labels are also scored. Columns of a table are found by their names.
+
+    Parameters
+    ----------
+    model
+        A model that 'fedalloy export' wrote as .safetensors.
+    samples
+        A .csv or .npz file, an image, or a folder of images.
+    """
+    found = trained.predict(model, samples, out, allow_code=allow_code)
+    if as_json:
+        rows = [
+            {
+                "sample": title,
+                "predicted": row.name,
+                "probability": row.probability,
+                "probabilities": row.probabilities,
+            }
+            for title, row in zip(found.titles, found.rows, strict=True)
+        ]
+        print_json(
+            {
+                "class_names": found.class_names,
+                "accuracy": found.accuracy,
+                "ignored": found.ignored,
+                "predictions": rows,
+            }
+        )
+    else:
+        show.predictions(console(), found, out)
 
 
 @app.command

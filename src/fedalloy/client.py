@@ -401,12 +401,20 @@ def client_told(method: Alloy, site: Site, data: ClientData, mail: Mail) -> Repl
     return Reply(mail.round, mail.client, items, data.samples, seconds=time.perf_counter() - began)
 
 
+def personal_client(
+    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+) -> Client:
+    """A client with its own model as it would be used."""
+    client = Client(method, site, data, info, local, keep, mail, seed)
+    client._each("adapt")
+    return client
+
+
 def client_model(
     method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
 ) -> Callable[[Tensor], Tensor]:
     """The client's own model as it would be used: a function from stored samples to scores."""
-    client = Client(method, site, data, info, local, keep, mail, seed)
-    client._each("adapt")
+    client = personal_client(method, site, data, info, local, keep, mail, seed)
     claimant = method.claimant("predict")
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedalloy.config import Config
+from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.storage import Vault, append_line, disk_error, is_temporary, write_whole
 from fedalloy.wire import Items, dump, restore
@@ -119,6 +120,15 @@ class RunFolder:
         """Training samples per client and class, for the report."""
         blob = json.dumps({"class_names": class_names, "counts": counts}).encode()
         write_whole(self.path / "partition.json", blob)
+
+    def preprocess(self, how: Preprocessing) -> None:
+        """How samples are prepared: what it takes to use the model where the data are not."""
+        write_whole(self.path / "preprocessing.json", (how.to_json() + "\n").encode())
+
+    def preprocessing(self) -> Preprocessing | None:
+        """How samples are prepared, or None in a folder that does not say."""
+        file = self.path / "preprocessing.json"
+        return Preprocessing.from_json(file.read_bytes(), str(file)) if file.exists() else None
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_whole(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ from fedalloy.storage import fingerprint
 from fedalloy.wire import Mail, Reply, bytes_of, diverged
 from fedalloy.workshop import Workshop
 
+if TYPE_CHECKING:
+    from fedalloy.trained.model import Model
+
 Record = dict[str, Any]
 OnRound = Callable[[Record], None]
 OnReply = Callable[[int, int, int], None]  # round, clients that have answered, clients that were asked
@@ -58,6 +61,19 @@ class Result:
         """The final value of the method's own metric."""
         value: float | None = self.summary["accuracy"]["final"]
         return value
+
+    @cached_property
+    def model(self) -> "Model":
+        """The final global model, ready to use: samples in, class probabilities out."""
+        from fedalloy.trained.take import Opened
+
+        return Opened.of(self.folder).model()
+
+    def personal(self, client: int) -> "Model":
+        """A client's own model, of methods that have such."""
+        from fedalloy.trained.take import Opened
+
+        return Opened.of(self.folder).personal(client)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the HTML report, beside the run or where you say."""
@@ -227,6 +243,7 @@ def play(
         last, state = folder.restore(data)
         if last:
             server.resume(state, last)
+        folder.preprocess(setup.federation.dataset.preprocessing)
         history = folder.history()
         accounts(setup, history)  # what that needs is there, or no round begins
         carrier = (engine or setup.engine)(setup.workshop(folder))

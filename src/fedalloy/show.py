@@ -20,9 +20,11 @@ from fedalloy.report.runs import Partition
 from fedalloy.report.statistics import LAST, estimate
 from fedalloy.report.units import in_bytes, in_percent, in_words
 from fedalloy.run import Result
+from fedalloy.trained.predict import Predictions
 from fedalloy.tune import Tuning
 
 GAP = 2  # between columns
+MOST_ROWS = 20  # of predictions
 
 
 def run(console: Console, result: Result, page: Path) -> None:
@@ -94,6 +96,25 @@ def files(console: Console, **paths: Path) -> None:
     """Where things lie, one path per line, never wrapped."""
     for what, path in paths.items():
         console.print(f"{what:{max(map(len, paths))}}  {escape(str(path))}", soft_wrap=True)
+
+
+def predictions(console: Console, found: Predictions, out: Path | None) -> None:
+    """The first samples, what the model says of them, and how often that is right."""
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    for name in ("sample", *(["label"] if found.labels else []), "predicted", "probability"):
+        table.add_column(name, justify="right" if name == "probability" else "left")
+    for number, row in enumerate(found.rows[:MOST_ROWS]):
+        label = [escape(found.class_names[found.labels[number]])] if found.labels else []
+        table.add_row(escape(found.titles[number]), *label, escape(row.name), f"{row.probability:.3f}")
+    console.print(table)
+    if found.accuracy is not None:
+        console.print(f"accuracy {100 * found.accuracy:.2f} % of {len(found.rows)} samples")
+    if len(found.rows) > MOST_ROWS and out is None:
+        console.print(f"{MOST_ROWS} of {len(found.rows)} samples; all of them with --out predictions.csv")
+    if found.ignored:
+        console.print(f"columns that the model does not read: {escape(', '.join(found.ignored))}")
+    if out is not None:
+        files(console, predictions=out)
 
 
 def _traits(recipe: dict[str, Any]) -> str:

@@ -96,11 +96,11 @@ class Prepare:
             return x.long()
         if self.augments and generator is not None:
             x = self._augmented(x, generator)
-        centre, width = self._scale
+        centre, width = self.scale
         return x.to(torch.float32, copy=True).sub_(centre.to(x.device)).div_(width.to(x.device))
 
     @cached_property
-    def _scale(self) -> tuple[Tensor, Tensor]:
+    def scale(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation in the units of the stored samples, shaped to broadcast."""
         both = torch.tensor([self.mean or (0.0,), self.std or (1.0,)], dtype=torch.float64)
         if self.kind == "image":

@@ -1,0 +1,208 @@
+"""Model files: named tensors with a card (.safetensors), or a program of its own (.pt2, .onnx)."""
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedalloy import nets, registry
+from fedalloy.errors import FedAlloyError
+from fedalloy.nets.base import Net
+from fedalloy.site import Site
+from fedalloy.storage import fingerprint, write_whole
+from fedalloy.trained.card import MOST_BYTES, Card
+from fedalloy.trained.model import Model
+from fedalloy.trained.samples import stored
+from fedalloy.trained.take import Nearest, Opened
+from fedalloy.wire import Items, dump, restore
+
+ENDINGS = (".safetensors", ".pt2", ".onnx")
+MOST_FILE = 4 * 2**30  # bytes of a model file
+MOST_NUMBERS = 2**28  # parameters of a net that is built because a file says so
+
+
+def export(run: str | Path, path: str | Path, client: int | None = None) -> Path:
+    """Write the model of a run folder to `.safetensors`, `.pt2` or `.onnx`: the global one, or a client's own.
+
+    >>> import fedalloy as fa, tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> fed = fa.federate("digits", clients=2, skew="iid")
+    >>> result = fa.train(fed, rounds=1, engine="inline")
+    >>> written = fa.export(result.folder, folder.name + "/model.safetensors")
+    >>> fa.load_model(written).card.method
+    'fedavg'
+    """
+    _ending(Path(path))
+    opened = Opened.of(run)
+    return write(opened.model() if client is None else opened.personal(client), Path(path))
+
+
+def write(model: Model, path: Path) -> Path:
+    """One model, in the form that the ending names."""
+    blob = {".safetensors": _safetensors, ".pt2": _pt2, ".onnx": _onnx}[_ending(path)](model)
+    write_whole(path, blob)
+    return path
+
+
+def load_model(path: str | Path, *, allow_code: bool = False) -> Model:
+    """The model in a `.safetensors` file, checked: names, shapes, types, finite numbers, sha256.
+
+    A file whose net is made by code outside of FedAlloy needs `allow_code`, and that code.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise FedAlloyError(
+            f"{path.name}: FedAlloy reads .safetensors; .pt2 is for torch.export.load, .onnx for onnxruntime"
+        )
+    if not path.is_file():
+        raise FedAlloyError(f"there is no model {path}; write one with 'fedalloy export RUN {path.name}'")
+    if (size := path.stat().st_size) > MOST_FILE:
+        raise FedAlloyError(f"{path} has {size:,} bytes; at most {MOST_FILE:,} are read")
+    blob = path.read_bytes()
+    if int.from_bytes(blob[:8], "little") > MOST_BYTES:
+        raise FedAlloyError(f"{path} is no model: what it says of itself is longer than {MOST_BYTES:,} bytes")
+    try:
+        items, facts = restore(blob)
+    except FedAlloyError as error:
+        raise FedAlloyError(f"{path} is no model, or damaged ({error})") from None
+    card = Card.read(facts, str(path))
+    if card.code and not allow_code:
+        raise FedAlloyError(
+            f"{path}: its net is made by {card.code[0]}, code outside of FedAlloy; allow it with --allow-code"
+        )
+    if fingerprint(items) != card.weights_sha256:
+        raise FedAlloyError(f"{path} is damaged: its weights are not those that were written")
+    net = _skeleton(card, path)
+    _fill(net, items, path)
+    return Model(net, card)
+
+
+def _ending(path: Path) -> str:
+    if path.suffix not in ENDINGS:
+        raise FedAlloyError(f"{path.name}: a model file ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    return path.suffix
+
+
+def _tensors(net: nn.Module) -> Items:
+    """All that a net computes with, by name: its constants too."""
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
+def _safetensors(model: Model) -> bytes:
+    items = {name: value.detach() for name, value in _tensors(model.net).items()}
+    return dump(items, replace(model.card, weights_sha256=fingerprint(items)).facts)
+
+
+def _skeleton(card: Card, path: Path) -> Net:
+    """The net that a card describes, with weights that do not matter."""
+    inputs = card.preprocessing.inputs
+    if not card.code:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            for name in dict.fromkeys((card.model, *card.models)):
+                parameters = sum(p.numel() for p in nets.build(name, inputs).parameters())
+                if parameters > MOST_NUMBERS:
+                    raise FedAlloyError(f"{path}: {name} would have {parameters:,} parameters here")
+    site = Site(registry.make(card.method), card.model, inputs, card.seed, card.models, rounds=card.rounds)
+    if card.which == "aux" and not hasattr(site.net, "aux"):
+        raise FedAlloyError(f"{path}: {card.method[:80]} has no auxiliary model")
+    net = site.net.aux if card.which == "aux" else site.net
+    if card.which == "personal" and hasattr(net, "aux"):
+        del net.aux
+    if card.head == "prototypes":
+        net.neck = nn.Identity()
+        net.head = Nearest(torch.zeros(inputs.classes, net.width), torch.zeros(inputs.classes))
+    return net.eval()
+
+
+def _fill(net: Net, items: Items, path: Path) -> None:
+    wanted = _tensors(net)
+    if items.keys() != wanted.keys():
+        wrong = sorted(items.keys() ^ wanted.keys())[0]
+        raise FedAlloyError(f"{path}: tensor {wrong[:80]!r} is missing, or the net has none of that name")
+    for name, place in wanted.items():
+        value = items[name]
+        if value.shape != place.shape or value.dtype != place.dtype:
+            raise FedAlloyError(
+                f"{path}: {name} is {value.dtype} {tuple(value.shape)}; expected {place.dtype} {tuple(place.shape)}"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise FedAlloyError(f"{path}: {name} is not finite")
+        place.data.copy_(value)
+
+
+def _pt2(model: Model) -> bytes:
+    """Torch's own archive: graph and weights as JSON and raw numbers; no sample inputs, which would be pickled."""
+    program = _traced(model)
+    program._example_inputs = None
+    written = io.BytesIO()
+    names = json.dumps(model.class_names)
+    with _quiet():
+        torch.export.save(
+            program, written, extra_files={"class_names.json": names, "card.json": _card(model)}
+        )
+    return written.getvalue()
+
+
+def _onnx(model: Model) -> bytes:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise FedAlloyError('.onnx needs onnx and onnxscript: pip install "fedalloy[onnx]"') from None
+    with _quiet():
+        made: Any = torch.onnx.export(
+            _traced(model),
+            dynamo=True,
+            input_names=["samples"],
+            output_names=["probabilities"],
+            verbose=False,
+        )
+    made.model.metadata_props["class_names"] = json.dumps(model.class_names)
+    made.model.metadata_props["card"] = _card(model)
+    blob: bytes = made.model_proto.SerializeToString()
+    return blob
+
+
+def _card(model: Model) -> str:
+    return json.dumps(replace(model.card, weights_sha256=fingerprint(_tensors(model.net))).facts)
+
+
+def _traced(model: Model) -> "torch.export.ExportedProgram":
+    """The program as a graph, for any number of samples."""
+    how = model.preprocessing
+    kinds = {"image": torch.uint8, "vector": torch.float32, "tokens": torch.int32}
+    samples: Tensor = stored(torch.ones(2, *how.shape, dtype=kinds[how.kind]), how)
+    model.net.channels_last, before = False, model.net.channels_last
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.export.export(
+                model.program, (samples,), dynamic_shapes=({0: torch.export.Dim("batch")},)
+            )
+    except Exception as error:  # whatever the tracer says to a net of the user's own
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FedAlloyError(
+            f"torch.export cannot trace {model.card.model} ({first}); write .safetensors instead"
+        ) from None
+    finally:
+        model.net.channels_last = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporters' notes to their own developers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
