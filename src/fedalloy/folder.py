@@ -122,8 +122,10 @@ class RunFolder:
         write_whole(self.path / "partition.json", blob)
 
     def preprocess(self, how: Preprocessing) -> None:
-        """How samples are prepared: what it takes to use the model where the data are not."""
-        write_whole(self.path / "preprocessing.json", (how.to_json() + "\n").encode())
+        """Keep how samples are prepared, as the run began: the model can be used where the data are not."""
+        file = self.path / "preprocessing.json"
+        if not file.exists():
+            write_whole(file, how.to_json().encode())
 
     def preprocessing(self) -> Preprocessing | None:
         """How samples are prepared, or None in a folder that does not say."""
