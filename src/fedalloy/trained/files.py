@@ -32,11 +32,10 @@ MOST_NUMBERS = 2**28  # parameters of a net that is built because a file says so
 def export(run: str | Path, path: str | Path, client: int | None = None) -> Path:
     """Write the model of a run folder to `.safetensors`, `.pt2` or `.onnx`: the global one, or a client's own.
 
-    >>> import fedalloy as fa, tempfile
-    >>> folder = tempfile.TemporaryDirectory()
+    >>> import fedalloy as fa
     >>> fed = fa.federate("digits", clients=2, skew="iid")
     >>> result = fa.train(fed, rounds=1, engine="inline")
-    >>> written = fa.export(result.folder, folder.name + "/model.safetensors")
+    >>> written = fa.export(result.folder, result.folder / "model.safetensors")
     >>> fa.load_model(written).card.method
     'fedavg'
     """

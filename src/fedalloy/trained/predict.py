@@ -50,12 +50,11 @@ def predict(
 ) -> Predictions:
     """Ask a model about the samples in a CSV, Parquet or npz file, an image, or a folder of images.
 
-    >>> import fedalloy as fa, numpy as np, tempfile
-    >>> folder = tempfile.TemporaryDirectory()
+    >>> import fedalloy as fa, numpy as np
     >>> fed = fa.federate("digits", clients=2, skew="iid")
-    >>> model = fa.train(fed, rounds=1, engine="inline").model
-    >>> np.savez(folder.name + "/new.npz", x=fed.dataset.x[:3].numpy())
-    >>> len(fa.predict(model, folder.name + "/new.npz").rows)
+    >>> result = fa.train(fed, rounds=1, engine="inline")
+    >>> np.savez(result.folder / "new.npz", x=fed.dataset.x[:3].numpy())
+    >>> len(fa.predict(result.model, result.folder / "new.npz").rows)
     3
     """
     chosen = model if isinstance(model, Model) else load_model(model, allow_code=allow_code)
