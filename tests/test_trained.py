@@ -298,7 +298,7 @@ def test_what_there_is_not_is_said(digits: Result, tmp_path: Path) -> None:
 OWN = """
 from torch import nn
 print("imported")
-def net(inputs):
+def net(inputs) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 10))
 """
 
@@ -310,16 +310,19 @@ def test_a_net_of_ones_own_is_built_only_with_leave(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     result = trained(tmp_path, model="ownnet:net")
-    path = fa.export(result.folder, tmp_path / "m.safetensors")
+    path = fa.export(result.folder, tmp_path / "m.safetensors", allow_code=True)
     x = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
     assert torch.equal(fa.load_model(path, allow_code=True)(x), result.model(x))
-    program = torch.export.load(fa.export(result.folder, tmp_path / "m.pt2")).module()
+    program = torch.export.load(result.model.save(tmp_path / "m.pt2")).module()
     assert torch.allclose(program(x), result.model(x), atol=1e-6)
     del sys.modules["ownnet"]
     capsys.readouterr()
-    with pytest.raises(fa.FedAlloyError, match="ownnet:net, code outside of FedAlloy"):
+    with pytest.raises(fa.FedAlloyError, match=r"names code outside of FedAlloy \(ownnet:net\)"):
         fa.load_model(path)
+    with pytest.raises(fa.FedAlloyError, match=r"config.toml names code outside of FedAlloy \(ownnet:net\)"):
+        fa.export(result.folder, tmp_path / "n.safetensors")
     assert "ownnet" not in sys.modules
+    assert not (tmp_path / "n.safetensors").exists()
 
 
 def test_other_forms_are_not_read(digits: Result, tmp_path: Path) -> None:

@@ -344,6 +344,7 @@ def export(
     client: Annotated[
         int | None, Parameter(help="The model of this client, for methods with personal models.")
     ] = None,
+    allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the trained model of a run to a file, ready to use; the data are not needed.
@@ -358,7 +359,7 @@ def export(
     path
         The file to write: its ending says in which form.
     """
-    written = trained.export(run, path, client)
+    written = trained.export(run, path, client, allow_code=allow_code)
     facts = {"file": str(written), "bytes": written.stat().st_size}
     print_json(facts) if as_json else show.files(console(), model=written)
 
@@ -369,9 +370,7 @@ def predict_samples(
     samples: Path,
     *,
     out: Annotated[Path | None, Parameter(help="Write a CSV file with a line for each sample.")] = None,
-    allow_code: Annotated[
-        bool, Parameter(negative="", help="Run the code outside of FedAlloy that the model names.")
-    ] = False,
+    allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Ask a model about new samples: the class of each, and the probabilities of all classes.

@@ -55,6 +55,7 @@ class Result:
     history: list[Record]
     summary: Record
     _room: "Room | None" = field(default=None, repr=False)  # goes with the result
+    _imports: Imports | None = field(default=None, repr=False)  # what the run was allowed, its model is
 
     @property
     def accuracy(self) -> float | None:
@@ -67,13 +68,13 @@ class Result:
         """The final global model, ready to use: samples in, class probabilities out."""
         from fedalloy.trained.take import Opened
 
-        return Opened.of(self.folder).model()
+        return Opened.of(self.folder, self._imports).model()
 
     def personal(self, client: int) -> "Model":
         """A client's own model, of methods that have such."""
         from fedalloy.trained.take import Opened
 
-        return Opened.of(self.folder).personal(client)
+        return Opened.of(self.folder, self._imports).personal(client)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the HTML report, beside the run or where you say."""
@@ -209,7 +210,7 @@ def resume(
             f"{path} was started with other settings ({', '.join(changed)}); resume it without them, or start a new run"
         )
     if summary := folder.summary():
-        return Result(path, stored, folder.history(), summary)
+        return Result(path, stored, folder.history(), summary, _imports=imports)
     return play(Setup(config or stored, imports=imports), folder, on_round, on_reply)
 
 
@@ -274,7 +275,7 @@ def play(
         summary = summarise(setup, server, folder, history)
         write_partition(setup, folder)
         folder.finish(summary)
-    return Result(folder.path, setup.config, history, summary, room)
+    return Result(folder.path, setup.config, history, summary, room, setup.imports)
 
 
 def one_round(

@@ -91,7 +91,7 @@ def serve(grid: Grid, settings: Settings, imports: Imports | None = None) -> Res
     if lobby.agreed:
         record(folder.path, lobby.agreed, source)
     if summary := folder.summary():
-        return Result(folder.path, config, folder.history(), summary)
+        return Result(folder.path, config, folder.history(), summary, _imports=imports)
     if setup.method.claimant("seal"):
         setup.secret = kept_secret(folder.path / "secret")
     post = partial(

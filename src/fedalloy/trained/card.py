@@ -6,10 +6,11 @@ from typing import Any, Literal, Self, cast, get_args
 
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
+from fedalloy.expression import LONGEST, foreign
 
 FORMAT = "fedalloy model 1"
 MOST_BYTES = 32 * 1024 * 1024  # of JSON, vocabulary included
-MOST_TEXT = 4096  # letters of an expression
+MOST_MODELS = 4096  # names of architectures
 
 Which = Literal["global", "aux", "personal"]
 Head = Literal["own", "prototypes"]
@@ -46,10 +47,7 @@ class Card:
     @property
     def code(self) -> list[str]:
         """The names of code outside of FedAlloy that is needed to build the net."""
-        from fedalloy.expression import split
-
-        methods = [word for word in split(self.method, "+") if ":" in word.partition("(")[0]]
-        return [*methods, *(name for name in dict.fromkeys((self.model, *self.models)) if ":" in name)]
+        return foreign([self.method, self.model, *self.models])
 
     @classmethod
     def read(cls, facts: object, source: str) -> Self:
@@ -67,11 +65,11 @@ class Card:
         counts = [given[name] for name in ("seed", "rounds", "round")]
         client = 0 if given["client"] is None else given["client"]
         if not (
-            all(type(one) is str and len(one) <= MOST_TEXT for one in (*text, *models))
+            all(type(one) is str and len(one) <= LONGEST for one in (*text, *models))
             and all(type(one) is int and 0 <= one < 2**63 for one in (*counts, client))
             and given["which"] in get_args(Which)
             and given["head"] in get_args(Head)
-            and 1 <= len(models) <= MOST_TEXT
+            and 1 <= len(models) <= MOST_MODELS
         ):
             raise FedAlloyError(f"{source}: what it says of its model makes no sense")
         agreed = Preprocessing.from_json(json.dumps(given["preprocessing"]), source)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from fedalloy import nets, registry
 from fedalloy.errors import FedAlloyError
+from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports, allowed, outside
 from fedalloy.nets.base import Net
 from fedalloy.site import Site
 from fedalloy.storage import fingerprint, write_whole
@@ -29,8 +31,10 @@ MOST_FILE = 4 * 2**30  # bytes of a model file
 MOST_NUMBERS = 2**28  # parameters of a net that is built because a file says so
 
 
-def export(run: str | Path, path: str | Path, client: int | None = None) -> Path:
+def export(run: str | Path, path: str | Path, client: int | None = None, *, allow_code: bool = False) -> Path:
     """Write the model of a run folder to `.safetensors`, `.pt2` or `.onnx`: the global one, or a client's own.
+
+    A folder that names code outside of FedAlloy is refused, unless you trust it and allow that.
 
     >>> import fedalloy as fa
     >>> fed = fa.federate("digits", clients=2, skew="iid")
@@ -40,7 +44,10 @@ def export(run: str | Path, path: str | Path, client: int | None = None) -> Path
     'fedavg'
     """
     _ending(Path(path))
-    opened = Opened.of(run)
+    folder = RunFolder.existing(Path(run))
+    settings = folder.config.model_dump()
+    imports = allowed(str(folder.path / "config.toml"), settings, allow_code=allow_code)
+    opened = Opened.of(run, imports)
     return write(opened.model() if client is None else opened.personal(client), Path(path))
 
 
@@ -74,12 +81,10 @@ def load_model(path: str | Path, *, allow_code: bool = False) -> Model:
         raise FedAlloyError(f"{path} is no model, or damaged ({error})") from None
     card = Card.read(facts, str(path))
     if card.code and not allow_code:
-        raise FedAlloyError(
-            f"{path}: its net is made by {card.code[0]}, code outside of FedAlloy; allow it with --allow-code"
-        )
+        raise outside(card.code, str(path))
     if fingerprint(items) != card.weights_sha256:
         raise FedAlloyError(f"{path} is damaged: its weights are not those that were written")
-    net = _skeleton(card, path)
+    net = _skeleton(card, path, Imports() if allow_code else None)
     _fill(net, items, path)
     return Model(net, card)
 
@@ -100,7 +105,7 @@ def _safetensors(model: Model) -> bytes:
     return dump(items, replace(model.card, weights_sha256=fingerprint(items)).facts)
 
 
-def _skeleton(card: Card, path: Path) -> Net:
+def _skeleton(card: Card, path: Path, imports: Imports | None) -> Net:
     """The net that a card describes, with weights that do not matter."""
     inputs = card.preprocessing.inputs
     if not card.code:
@@ -109,7 +114,8 @@ def _skeleton(card: Card, path: Path) -> Net:
                 parameters = sum(p.numel() for p in nets.build(name, inputs).parameters())
                 if parameters > MOST_NUMBERS:
                     raise FedAlloyError(f"{path}: {name} would have {parameters:,} parameters here")
-    site = Site(registry.make(card.method), card.model, inputs, card.seed, card.models, rounds=card.rounds)
+    method = registry.make(card.method, imports)
+    site = Site(method, card.model, inputs, card.seed, card.models, rounds=card.rounds, imports=imports)
     if card.which == "aux" and not hasattr(site.net, "aux"):
         raise FedAlloyError(f"{path}: {card.method[:80]} has no auxiliary model")
     net = site.net.aux if card.which == "aux" else site.net

@@ -15,6 +15,7 @@ from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
 from fedalloy.folder import RunFolder
+from fedalloy.imports import Imports
 from fedalloy.mechanisms.class_means import prototypes
 from fedalloy.nets.base import Net
 from fedalloy.server import Server
@@ -50,16 +51,23 @@ class Opened:
     server: Server
 
     @classmethod
-    def of(cls, path: str | Path) -> "Opened":
+    def of(cls, path: str | Path, imports: Imports | None = None) -> "Opened":
+        """The run in a folder; code outside of FedAlloy only for who may import it."""
         folder = RunFolder.existing(Path(path))
         config = folder.config
-        method = registry.make(config.method)
+        method = registry.make(config.method, imports)
         round, state = folder.checkpoint()
         if not round:
             raise FedAlloyError(f"{path} has no checkpoint yet; carry on with 'fedalloy run --resume {path}'")
         agreed = folder.preprocessing() or _from_data(config, Path(path))
         sites = Sites(
-            method, config.architectures, agreed.inputs, config.seed, config.precision, config.rounds
+            method,
+            config.architectures,
+            agreed.inputs,
+            config.seed,
+            config.precision,
+            config.rounds,
+            imports=imports,
         )
         server = Server(method, sites.of(0), Info(config.clients, 1), config.local, config.seed)
         server.resume(state, round)
