@@ -1,9 +1,7 @@
 """Who may reach a running server, and what a key is good for: a real SuperLink, without sites."""
 
 import asyncio
-import base64
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -19,18 +17,16 @@ from typing import Any
 import httpx
 import pytest
 import tomli_w
-from cryptography.hazmat.primitives import serialization
 from fastapi.routing import iter_route_contexts
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata, PullObjectRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.primitives.asymmetric import sign_message
-from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supercore.routers import health
 from flwr.supercore.routers.runtime import create_runtime_router, responses_router
 from flwr.superlink.routers.control import router as control
 from flwr.superlink.routers.fleet.router import router as fleet
+from signing import signed
 from test_deployment import Federation, until
 
 from fedalloy.errors import FedAlloyError
@@ -48,19 +44,6 @@ INSIDE = sorted(
     | {"/", "/docs", "/openapi.json", "/redoc", "/docs/oauth2-redirect"}
 )
 FLEET = sorted(str(vars(route)["path"]) for route in fleet.routes)
-
-
-def signed(folder: Path) -> dict[str, str]:
-    """What a site's SuperNode sends to show its key."""
-    key = serialization.load_ssh_private_key((folder / "key").read_bytes(), None)
-    moment = datetime.datetime.now(datetime.UTC).isoformat()
-    signature = sign_message(key, moment.encode())  # type: ignore[arg-type]
-    return {
-        "flwr-public-key": base64.b64encode(read_key(folder / "key.pub").encode()).decode(),
-        "flwr-signature": base64.b64encode(signature).decode(),
-        "flwr-timestamp": moment,
-        "content-type": PROTOBUF_MEDIA_TYPE,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +285,8 @@ def test_bodies_of_strangers_are_not_read(tmp_path: Path, changes: dict[str, str
     headers = {**signed(tmp_path), "content-length": "3", "host": "evil/x?", **changes}
     scope = {
         "type": "http",
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
         "method": "POST",
         "path": "/v1/fleet/pull-messages",
         "raw_path": b"/v1/fleet/pull-messages",

@@ -73,10 +73,9 @@ def init(
     if agreed.computed:
         refuse_sealed(registry.make(chosen.method, Imports()))
     agreed = agreed.model_copy(update={"preprocessing": FILE if given else ""})
-    Deployment.create(folder, chosen, agreed, hosts, port)
+    made = Deployment.create(folder, chosen, agreed, hosts, port)
     if given:
-        (folder / "server").mkdir()
-        (folder / "server" / FILE).write_text(given.to_json())
+        made.keep(FILE, given.to_json())
     terminal = console()
     terminal.print(f"deployment  {folder}\nread next   {folder / 'README.md'}", soft_wrap=True)
 
@@ -92,11 +91,12 @@ def server(
     ] = False,
 ) -> None:
     """Start the server (Flower's SuperLink) and let in the sites whose keys it has; until Ctrl-C."""
+    from fedalloy.flower.credentials import for_owner_only
     from fedalloy.flower.deploy import Deployment, stop
 
     made = Deployment(folder)
     os.environ["FEDALLOY_ALLOW_CODE"] = "1" if allow_code else "0"  # what starts from here inherits it
-    with _until_stopped():
+    with for_owner_only(), _until_stopped():
         process = made.start_server(bind)
         try:
             names = made.register_sites(process)
@@ -153,12 +153,15 @@ def site(
 ) -> None:
     """Start a site: a SuperNode and the worker that answers its messages; until Ctrl-C."""
     from fedalloy.flower.audit import Audit
+    from fedalloy.flower.credentials import for_owner_only
     from fedalloy.flower.deploy import site_process
     from fedalloy.flower.errors import site_log
+    from fedalloy.flower.knock import check_bundle, refusal
     from fedalloy.flower.site import answer
     from fedalloy.flower.worker import work
 
     told = _site(bundle)
+    check_bundle(bundle)
     kept = (state or bundle / "state").resolve()
     node: dict[str, Any] = {"client": told["client"], "state": str(kept)}
     node |= {"data-root": str(data_root.resolve())} if data_root else {}
@@ -170,21 +173,25 @@ def site(
     logging.getLogger("fedalloy").addHandler(logging.StreamHandler())
     server, terminal = superlink or told["superlink"], console()
     terminal.print(f"site {told['client']} of {server}: private state in {kept}", soft_wrap=True)
-    refused_since = time.monotonic()
-    Audit(kept).verify()
-    with site_log(kept), _until_stopped():
+    refused_since, said = time.monotonic(), None
+    with for_owner_only(), site_log(kept), _until_stopped():
+        Audit(kept).verify()
         while True:
             began = time.monotonic()
             running = site_process(bundle.resolve(), server, node, kept, look_every=look_every)
             with running as (process, address, secret):
                 work(address, secret, answer, lambda: process.poll() is None)
                 now = time.monotonic()
-            if now - began > SETTLED:
+            why = refusal(bundle, server, told["client"])
+            if why and why != said:
+                terminal.print(why, soft_wrap=True, markup=False)
+            said = why
+            if why is None and now - began > SETTLED:
                 refused_since = now
             elif now - refused_since > patience:
                 raise FedAlloyError(
-                    f"{server} did not let this site in for {patience:g} s (code {process.returncode}); see above. "
-                    "Does it run, and does it have this site's key.pub?"
+                    why
+                    or f"{server} did not let this site in for {patience:g} s (code {process.returncode}); see above"
                 )
             time.sleep(PAUSE)
 
@@ -205,6 +212,7 @@ def run(
 ) -> None:
     """Start the run, or carry on with one that was cut short, and wait for its end."""
     from fedalloy import show
+    from fedalloy.flower.credentials import for_owner_only
     from fedalloy.flower.deploy import Deployment
     from fedalloy.flower.plausible import check_plan
     from fedalloy.report import write_run_report
@@ -226,7 +234,8 @@ def run(
     summary = place.summary()
     if summary is None:
         raise FedAlloyError(f"run {number} ended, but {place.path} holds no summary")
-    report = write_run_report(place.path)
+    with for_owner_only():
+        report = write_run_report(place.path)
     if as_json:
         print_json({**summary, "run": str(number), "folder": str(place.path), "report": str(report)})
     else:
@@ -345,12 +354,14 @@ def key(
             f"{site!r} is no folder in {made.folder / 'sites'}; they are called site-0, site-1 ..."
         )
     if pub is not None:
-        read_key(pub)
+        made.refuse_key(site, read_key(pub))
         write_whole(place / "key.pub", pub.read_bytes(), 0o600)
     elif new:
         make_site_key(place)
+    elif (place / "key.pub").exists():
+        (place / "key.pub").unlink()
     else:
-        (place / "key.pub").unlink(missing_ok=True)
+        raise FedAlloyError(f"{site} has no key.pub: it is out already")
     did = "removed" if remove else "replaced"
     if as_json:
         print_json({"site": site, "key": did})
@@ -359,29 +370,48 @@ def key(
 
 
 @deploy.command
-def renew(folder: Folder, /, *, as_json: AsJson = False) -> None:
+def renew(
+    folder: Folder,
+    /,
+    *,
+    authority: Annotated[
+        bool,
+        Parameter(negative="", help="Make another authority, which signs from the next renewal on."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Give the server a new key and certificate; one that runs uses them for new connections, without a restart."""
-    from fedalloy.flower.credentials import renew_certificate
+    from fedalloy.flower.credentials import renew_authority, renew_certificate
     from fedalloy.flower.deploy import Deployment
 
-    until = renew_certificate(Deployment(folder).folder / "credentials").date().isoformat()
-    if as_json:
-        print_json({"valid_until": until})
+    made = Deployment(folder).folder
+    if authority:
+        until = renew_authority(made / "credentials", made / "sites").date().isoformat()
+        words = (
+            f"the new authority is valid to {until}; send every site its new ca.pem from {made / 'sites'}, "
+            f"and when all have it, type: fedalloy deploy renew {folder}"
+        )
     else:
-        console().print(f"the server's certificate is valid to {until}")
+        until = renew_certificate(made / "credentials").date().isoformat()
+        words = f"the server's certificate is valid to {until}"
+    if as_json:
+        print_json({"valid_until": until, "renewed": "authority" if authority else "certificate"})
+    else:
+        console().print(words, soft_wrap=True)
 
 
 def _warn_of_old(made: "Deployment") -> None:
     """Say which certificates end soon."""
-    from fedalloy.flower.credentials import valid_until
+    from fedalloy.flower.credentials import ends_of
 
-    for name, way in (
-        ("server.pem", f"fedalloy deploy renew {made.folder}"),
-        ("ca.pem", "see docs/deploy.md"),
-    ):
-        left = valid_until(made.folder / "credentials" / name) - datetime.datetime.now(datetime.UTC)
+    for name, end in ends_of(made.folder / "credentials").items():
+        left = end - datetime.datetime.now(datetime.UTC)
         if left.days < SOON:
-            console().print(f"warning: {name} is valid for {left.days} more days: {way}", soft_wrap=True)
+            more = " --authority" if name == "ca.pem" else ""
+            way = f"fedalloy deploy renew {made.folder}{more}"
+            console().print(
+                f"warning: {name} is valid for {left.days} more days; type: {way}", soft_wrap=True
+            )
 
 
 def _watch(made: "Deployment", number: int, place: RunFolder, on_round: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -34,48 +35,84 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
     with for_owner_only():
         folder.mkdir(parents=True, exist_ok=True)
     authority = ec.generate_private_key(ec.SECP384R1())
-    root = _name("FedAlloy deployment")
-    ca = (
-        _certificate(root, root, authority.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
-        .add_extension(_usage(signs=True), critical=True)
-        .sign(authority, hashes.SHA384())
-    )
-    write_whole(folder / "ca.pem", ca.public_bytes(serialization.Encoding.PEM), SECRET)
+    write_whole(folder / "ca.pem", _authority(authority), SECRET)
     write_whole(folder / "ca.key", _pem(authority), SECRET)
-    _certify(folder, authority, root, [_host(host) for host in hosts])
+    _certify(folder, authority, [_host(host) for host in hosts])
 
 
 def renew_certificate(folder: Path) -> datetime.datetime:
-    """A new key and certificate for the same hosts, signed by the same authority; the day it is valid to."""
+    """A new key and certificate for the same hosts, signed by the authority; the day it is valid to."""
     file = folder / "ca.key"
     if not file.exists():
         raise FedAlloyError(
-            f"{file} is not there, and only it can sign: put it back, or replace server.pem and server.key yourself"
+            f"{file} is not there, and only it can sign: put it back, or type: fedalloy deploy renew DIR --authority"
         )
-    authority = serialization.load_pem_private_key(file.read_bytes(), None)
+    try:
+        authority = serialization.load_pem_private_key(file.read_bytes(), None)
+        names = _server(folder).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
+        raise FedAlloyError(f"{folder} holds no certificates of 'fedalloy deploy init': {error}") from None
     if not isinstance(authority, ec.EllipticCurvePrivateKey):
         raise FedAlloyError(f"{file} is no key of 'fedalloy deploy init'")
-    old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
-    names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    _certify(folder, authority, old.issuer, list(names))
+    _certify(folder, authority, list(names))
     return valid_until(folder / "server.pem")
 
 
+def renew_authority(folder: Path, sites: Path) -> datetime.datetime:
+    """Another authority beside the old one in every ca.pem; the next certificate of the server is signed by it."""
+    file, new = folder / "ca.pem", ec.generate_private_key(ec.SECP384R1())
+    try:
+        old = x509.load_pem_x509_certificates(file.read_bytes())[-1:]  # of a change before this one the newer
+    except (OSError, ValueError) as error:
+        raise FedAlloyError(f"{file} holds no certificate: {error}") from None
+    both = b"".join(one.public_bytes(serialization.Encoding.PEM) for one in old) + _authority(new)
+    write_whole(folder / "ca.key", _pem(new), SECRET)
+    for place in (folder, *(one for one in sorted(sites.glob("site-*")) if one.is_dir())):
+        write_whole(place / "ca.pem", both, SECRET)
+    return max(one.not_valid_after_utc for one in x509.load_pem_x509_certificates(both))
+
+
+def ends_of(folder: Path) -> dict[str, datetime.datetime]:
+    """When the server's certificate ends, and the authority that signed it."""
+    server = _server(folder)
+    issuers = x509.load_pem_x509_certificates((folder / "ca.pem").read_bytes())
+    ends = {"server.pem": server.not_valid_after_utc}
+    for one in issuers:
+        try:
+            server.verify_directly_issued_by(one)
+        except (ValueError, TypeError, InvalidSignature):
+            continue
+        ends["ca.pem"] = one.not_valid_after_utc
+    return ends
+
+
+def _server(folder: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+
+
 def valid_until(file: Path) -> datetime.datetime:
-    """The end of a certificate; of several, such as two authorities in a change from one to the other, the first."""
-    return min(one.not_valid_after_utc for one in x509.load_pem_x509_certificates(file.read_bytes()))
+    """The end of a certificate."""
+    return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
 
 
-def _certify(
-    folder: Path, authority: ec.EllipticCurvePrivateKey, root: x509.Name, hosts: list[x509.GeneralName]
-) -> None:
+def _authority(key: ec.EllipticCurvePrivateKey) -> bytes:
+    root = _name("FedAlloy deployment")
+    certificate = (
+        _certificate(root, root, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_usage(signs=True), critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _certify(folder: Path, authority: ec.EllipticCurvePrivateKey, hosts: list[x509.GeneralName]) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     first = hosts[0]
     server = (
-        _certificate(_name(str(first.value)[:64]), root, key.public_key())
+        _certificate(_name(str(first.value)[:64]), _name("FedAlloy deployment"), key.public_key())
         .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(issuer, critical=False)

@@ -12,7 +12,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.credentials import for_owner_only, make_certificates, make_site_key
 from fedalloy.flower.guide import guide
-from fedalloy.flower.roster import ROSTER, ROSTER_FILE, Roster, keys_in
+from fedalloy.flower.roster import ROSTER, ROSTER_FILE, Roster, keys_in, readable
 from fedalloy.flower.terms import Terms
 from fedalloy.processes import die_with
+from fedalloy.storage import write_whole
 
 LINK = "fedalloy"  # the name of the connection in Flower's own config
 START_LIMIT = 60.0  # seconds
@@ -90,8 +91,21 @@ class Deployment:
     @property
     def address(self) -> str:
         """Where sites find the server."""
-        found = tomllib.loads((self.folder / "credentials" / "server.toml").read_text())
-        return str(found["address"])
+        file = self.folder / "credentials" / "server.toml"
+        try:
+            return str(tomllib.loads(file.read_text())["address"])
+        except (OSError, ValueError, KeyError):
+            told = self._told_to_sites() or "HOST:PORT"
+            raise FedAlloyError(
+                f"{file} does not say where sites find the server (older deployments had no such file); "
+                f"type: echo 'address = \"{told}\"' > {file}"
+            ) from None
+
+    def _told_to_sites(self) -> str | None:
+        for file in sorted((self.folder / "sites").glob("site-*/site.toml")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return str(tomllib.loads(file.read_text())["superlink"])
+        return None
 
     @property
     def control(self) -> str:
@@ -104,6 +118,7 @@ class Deployment:
     def start_server(self, host: str) -> subprocess.Popen[bytes]:
         """The SuperLink, with TLS and keys required; what it knows survives on disk."""
         here, made = self.folder / "server", self.folder / "credentials"
+        self._check_memory(here / "superlink.db")
         fleet = _listener(host, int(self.address.rpartition(":")[2]))
         with fleet, _listener("127.0.0.1", 0) as control, for_owner_only():
             for folder in (here, self.folder / ".flwr"):
@@ -126,20 +141,35 @@ class Deployment:
             ]
             return start(command, self.environment, here, (fleet.fileno(), control.fileno()))
 
+    def _check_memory(self, database: Path) -> None:
+        """What Flower remembers and the roster belong together: nodes are known by both or by none."""
+        if not database.exists():
+            self.roster.file.unlink(missing_ok=True)
+        elif not self.roster.file.exists():
+            raise FedAlloyError(
+                f"{self.roster.file} is not there, which says whose keys {database} knows; type: "
+                f"rm {database}*; then start the server again: it makes both anew from sites/, and runs carry on"
+            )
+        else:
+            self.roster.check()
+
     def _write_link(self, address: str, authority: Path) -> None:
         link = {"address": address, "root-certificates": str(authority)}
         file = self.folder / ".flwr" / "config.toml"
         file.write_text(tomli_w.dumps({"superlink": {"default": LINK, LINK: link}}))
         file.chmod(0o600)
 
-    @property
+    @cached_property
     def roster(self) -> Roster:
         return Roster(self.folder / "server" / ROSTER_FILE)
 
     def register_sites(self, process: subprocess.Popen[bytes]) -> list[str]:
         """Let in the sites whose public keys lie in sites/; the names of those."""
         wait_for(self.control, process)
-        self.follow_keys()
+        try:
+            self.follow_keys()
+        except FedAlloyError as error:  # one bad key keeps nobody else out
+            print(error, flush=True)
         return sorted(self.roster.entries)
 
     def follow_keys(self) -> list[str]:
@@ -153,6 +183,20 @@ class Deployment:
             ),
             lambda node: self.flwr("supernode", "unregister", str(node), LINK, "--format", "json"),
         )
+
+    def refuse_key(self, site: str, pem: str) -> None:
+        """An error if this key cannot be the one of this site: it is another's, or was let out."""
+        for name, other in readable(keys_in(self.folder / "sites")).items():
+            if name != site and other == pem:
+                raise FedAlloyError(f"this is the key of {name}; every site needs a key of its own")
+        self.roster.removed.refuse(pem)
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a file to server/."""
+        here = self.folder / "server"
+        with for_owner_only():
+            here.mkdir(exist_ok=True)
+            write_whole(here / name, text.encode(), 0o600)
 
     def start_run(self, overrides: Sequence[str] = ()) -> int:
         """Hand the app to the SuperLink; the number of the run."""
@@ -193,9 +237,12 @@ class Deployment:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """No telemetry, no look for updates, one thread for each process, and quick to see a new task."""
+    """No telemetry, no look for updates, one thread for each process, and quick to see a new task.
+
+    Of Flower's variables none is taken over: some open further ports, without any key.
+    """
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -291,11 +338,13 @@ def wait_for(address: str, process: subprocess.Popen[bytes], limit: float = STAR
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket that is bound, but not listening yet."""
+    """A socket that is bound; one with a port of its own choice does not listen yet."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
+        if port:  # taken from now on, also before anybody answers
+            found.listen()
     except OSError as error:
         found.close()
         raise FedAlloyError(

@@ -1,26 +1,31 @@
 """What the world may ask of a SuperLink: Fleet calls, signed by the key of a site. All else is refused unread."""
 
+import asyncio
 import base64
 import datetime
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
-from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.superlink.routers.fleet.router import router
-from flwr.superlink.servicer.fleet import fleet_handlers
+
+from fedalloy.flower.visitors import Visitors
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MOST_BYTES = 2 * 1024**3  # of one request, which carries one array at most; a protobuf message ends there too
+MOST_BYTES = (
+    2 * 1024**3
+)  # of one site at the same time; a protobuf message, and so a part of an array, ends there too
+MOST_CALLS = 64  # of one site at the same time
+SILENCE = 60.0  # seconds between two pieces of a body
 CLOSED = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}  # who is in, the operator alone decides
 OPEN = {str(vars(route)["path"]) for route in router.routes} - CLOSED
 
@@ -40,7 +45,13 @@ class Roster:
                 found = json.loads(self.file.read_text()).values()
                 self._keys = frozenset(one["pem"] for one in found)
                 self._seen = (now.st_mtime_ns, now.st_ino)
-        except (OSError, ValueError, KeyError):  # nobody is let in by a list that cannot be read
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # nobody is let in by a list that cannot be read
             self._seen, self._keys = None, frozenset()
         return key.decode("ascii", "replace") in self._keys
 
@@ -48,56 +59,72 @@ class Roster:
 class Gate:
     """Flower's app behind a list of what is allowed; the socket that leads here decides, nothing in the request."""
 
-    def __init__(self, app: App, roster: Roster) -> None:
-        self.app, self.roster = app, roster
+    def __init__(
+        self, app: App, roster: Roster, visitors: Visitors | None = None, silence: float = SILENCE
+    ) -> None:
+        self.app, self.roster, self.silence = app, roster, silence
+        self.visitors = visitors or Visitors()
+        self.calls: Counter[bytes] = Counter()  # now, by key
+        self.bytes: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # neither websockets nor anything else
         path = scope["path"]
+        first = dict(reversed(scope["headers"]))  # of two, Flower reads the first
         if path not in OPEN or scope["raw_path"] != path.encode() or scope["method"] != "POST":
             await refuse(send, 404)
-        elif not self._signed(first := dict(reversed(scope["headers"]))):  # of two, Flower reads the first
+        elif (key := self._signer(first)) is None:
             await refuse(send, 401)
-        elif not 0 <= _length(first) <= MOST_BYTES:
+        elif not 0 <= (length := _length(first)) <= MOST_BYTES:
             await refuse(send, 413)
-        else:  # Flower's middlewares find their path by way of the Host header: it must not be the sender's
-            headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-            await self.app(
-                {**scope, "query_string": b"", "headers": [*headers, (b"host", b"fleet")]}, receive, send
-            )
+        elif self.calls[key] >= MOST_CALLS or self.bytes[key] + length > MOST_BYTES:
+            await refuse(send, 503)  # a SuperNode tries again later
+        else:
+            self.visitors.know((scope["client"], scope["server"]), key)
+            self.calls[key] += 1
+            self.bytes[key] += length
+            try:
+                await self._let_in(scope, receive, send)
+            finally:
+                self.calls[key] -= 1
+                self.bytes[key] -= length
 
-    def _signed(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a site signed a moment that is now."""
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def received() -> MutableMapping[str, Any]:
+            try:
+                async with asyncio.timeout(self.silence):
+                    return await receive()
+            except TimeoutError:
+                self.visitors.end((scope["client"], scope["server"]))
+                return {"type": "http.disconnect"}
+
+        # Flower's middlewares find their path by way of the Host header: it must not be the sender's
+        headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        await self.app(
+            {**scope, "query_string": b"", "headers": [*headers, (b"host", b"fleet")]}, received, send
+        )
+
+    def _signer(self, headers: dict[bytes, bytes]) -> bytes | None:
+        """The key of the site that signed a moment that is now; None if there is no such site."""
         try:
             key = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER.encode()], validate=True)
             if key not in self.roster:
-                return False
+                return None
             signature = base64.b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER.encode()], validate=True)
             moment = headers[TIMESTAMP_HEADER.encode()]
             signed = datetime.datetime.fromisoformat(moment.decode("ascii"))
             age = (datetime.datetime.now(datetime.UTC) - signed).total_seconds()
             fresh = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-            return fresh and verify_signature(bytes_to_public_key(key), moment, signature)
-        except (KeyError, ValueError, TypeError):
-            return False
-
-
-def bind_replies_to_senders() -> None:
-    """Flower checks who sends, but not in whose name the messages inside speak: refuse those in another's."""
-    flowers: Callable[..., PushMessagesResponse] = fleet_handlers.push_messages
-
-    def push_messages(request: PushMessagesRequest, **rest: Any) -> PushMessagesResponse:
-        sender = request.node.node_id
-        if any(message.metadata.src_node_id != sender for message in request.messages_list):
-            raise FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, f"{sender} speaks as another node")
-        return flowers(request=request, **rest)
-
-    vars(fleet_handlers)["push_messages"] = push_messages
+            return key if fresh and verify_signature(bytes_to_public_key(key), moment, signature) else None
+        except (KeyError, ValueError, TypeError, OverflowError):
+            return None
 
 
 def _length(headers: dict[bytes, bytes]) -> int:
-    """The declared size of a body; -1 if there is none, as in chunks without end."""
+    """The declared size of a body; -1 if there is none, as in chunks without end, which win over a declared size."""
+    if b"transfer-encoding" in headers:
+        return -1
     try:
         return int(headers[b"content-length"])
     except (KeyError, ValueError):

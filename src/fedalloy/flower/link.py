@@ -6,32 +6,25 @@ Both sockets come bound from the process that starts this one.
 """
 
 import asyncio
-import contextlib
 import os
+import resource
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from flwr.superlink.cli import flower_superlink
 
-from fedalloy.flower.gate import Gate, Roster, bind_replies_to_senders
+from fedalloy.flower.bound import bind_calls
+from fedalloy.flower.gate import Gate, Roster
 from fedalloy.flower.owner import OwnerOnly
+from fedalloy.flower.visitors import Outside, Visitors
 
 LOOK = 1.0  # seconds between two looks for a new certificate
-MOST_CONNECTIONS = 1000  # at the same time, from outside
 IDLE = 30  # seconds that a connection may be silent between two requests
 MOST_HEADERS = 64 * 1024  # bytes
-
-
-class Quiet(uvicorn.Server):
-    """A server that leaves signals to the other one."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+MOST_FILES = 65536  # open at the same time, connections included, if the system allows it
 
 
 class Doors:
@@ -50,23 +43,8 @@ class Doors:
         for name in ("reload", "workers"):
             settings.pop(name)
         inside = uvicorn.Server(uvicorn.Config(OwnerOnly(app), **settings))
-        outside = Quiet(
-            uvicorn.Config(
-                Gate(app, self.roster),
-                lifespan="off",
-                http="h11",  # the strict one
-                ws="none",
-                h11_max_incomplete_event_size=MOST_HEADERS,
-                limit_concurrency=MOST_CONNECTIONS,
-                timeout_keep_alive=IDLE,
-                proxy_headers=False,
-                server_header=False,
-                access_log=False,
-                log_config=None,
-                ssl_certfile=self.certificate,
-                ssl_keyfile=self.key,
-            )
-        )
+        visitors = Visitors()
+        outside = Outside(outer(Gate(app, self.roster, visitors), self.certificate, self.key), visitors)
         outside.config.load()
         tasks = [
             asyncio.create_task(outside.serve([self.fleet])),
@@ -97,11 +75,31 @@ class Doors:
         return [file.stat().st_mtime_ns if file.exists() else 0 for file in (self.certificate, self.key)]
 
 
+def outer(app: Any, certificate: Path, key: Path) -> uvicorn.Config:
+    """How the world is spoken to."""
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        http="h11",  # the strict one
+        ws="none",
+        h11_max_incomplete_event_size=MOST_HEADERS,
+        timeout_keep_alive=IDLE,
+        proxy_headers=False,
+        server_header=False,
+        access_log=False,
+        log_config=None,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+
+
 def main() -> None:
     os.umask(0o077)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
     fleet, control = (socket.socket(fileno=int(sys.argv.pop(1))) for _ in range(2))
     roster, certificate, key = (Path(sys.argv.pop(1)) for _ in range(3))
-    bind_replies_to_senders()
+    bind_calls()
     flower_superlink.__globals__["uvicorn"] = Doors(fleet, control, roster, certificate, key)
     flower_superlink()
 

@@ -1,6 +1,8 @@
 """The door for this machine opens to one user: the one whose server it is. Linux knows who holds a connection."""
 
 import os
+import socket
+import struct
 from pathlib import Path
 
 from fedalloy.flower.gate import App, Receive, Scope, Send, refuse
@@ -17,16 +19,23 @@ class OwnerOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         free = scope["type"] == "lifespan" or not TABLE.exists()
-        if free or holder(scope["client"][1], scope["server"][1]) == os.getuid():
+        if free or holder(tuple(scope["client"]), tuple(scope["server"])) == os.getuid():
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await refuse(send, 403)
 
 
-def holder(port: int, server: int) -> int | None:
-    """The user at the other end of a connection from 127.0.0.1:port to 127.0.0.1:server."""
+def holder(near: tuple[str, int], far: tuple[str, int]) -> int | None:
+    """The user at the near end of a connection; addresses count too: others may use the same port of another one."""
+    wanted = _named(near), _named(far), ESTABLISHED
     for line in TABLE.read_text().splitlines()[1:]:
-        _, near, far, state, _, _, _, user, *_ = line.split()
-        if (near[9:], far[9:], state) == (f"{port:04X}", f"{server:04X}", ESTABLISHED):
+        _, here, there, state, _, _, _, user, *_ = line.split()
+        if (here, there, state) == wanted:
             return int(user)
     return None
+
+
+def _named(end: tuple[str, int]) -> str:
+    """An address as Linux writes it: in the machine's order of bytes."""
+    (number,) = struct.unpack("=I", socket.inet_aton(end[0]))
+    return f"{number:08X}:{end[1]:04X}"
