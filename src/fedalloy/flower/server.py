@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 import uuid
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -92,6 +93,7 @@ def serve(grid: Grid, settings: Settings, imports: Imports | None = None) -> Res
         record(folder.path, lobby.agreed, source)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary, _imports=imports)
+    _outlive(folder)
     if setup.method.claimant("seal"):
         setup.secret = kept_secret(folder.path / "secret")
     post = partial(
@@ -147,6 +149,19 @@ def _folder(path: Path, config: Config) -> RunFolder:
             f"{path} was started with other settings ({', '.join(changed)}); give another run-folder for a new run"
         )
     return folder
+
+
+def _outlive(folder: RunFolder, limit: float = 60.0) -> None:
+    """Wait for the process of a run whose server was killed: it ends when it notices that, some seconds later."""
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            with folder.locked():
+                return
+        except FedAlloyError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _refuse_local_tests(setup: Setup) -> None:
