@@ -234,7 +234,8 @@ def test_restore_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
         for number in (1, 2, 3):
             folder.record({"round": number})
             folder.vault.save(0, number, state(number))
-        folder.save(2, state(2))
+            if number == 2:
+                folder.save(number, state(number))
         (folder.path / "checkpoint" / ".server.safetensors.4711").write_bytes(b"half")
         number, found = folder.restore()
     assert (number, float(found["x"])) == (2, 2)

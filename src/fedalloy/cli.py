@@ -428,6 +428,8 @@ def bench(
     Only the ratios are worth quoting: the machine decides the rest.
     """
     names = benches.chosen(only)
+    if out and not out.parent.is_dir():
+        raise FedAlloyError(f"cannot write {out}: {out.parent} is no folder; give another --out")
     with console(quiet=as_json).status("bench") as status:
         found = benches.play(names, rounds, repeats, data_root, lambda row: status.update(f"bench {row}"))
     if out:

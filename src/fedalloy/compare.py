@@ -28,7 +28,7 @@ from fedalloy.report import (
 from fedalloy.report.statistics import costs, results
 from fedalloy.run import OnReply, OnRound, Result
 from fedalloy.series import Series, at_hand, check_settings, rounds_left
-from fedalloy.storage import write_whole
+from fedalloy.storage import claim, unless_refused, write_whole
 
 OnRun = Callable[[str, int], None]  # method, seed
 
@@ -88,11 +88,12 @@ class Comparison:
     ) -> list[Result]:
         """Everything that is not finished yet, then tables and report."""
         with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._describe()
-        write_plotlyjs(self.folder)
+            made = claim(self.folder)
         found = []
-        with at_hand(self.base):
+        with unless_refused(self.folder, made), writing(self.folder):
+            self._describe()
+            write_plotlyjs(self.folder)
+        with unless_refused(self.folder, made), at_hand(self.base):
             for method, seed in [(method, seed) for seed in self.seeds for method in self.methods]:
                 if on_run:
                     on_run(method, seed)

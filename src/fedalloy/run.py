@@ -34,7 +34,7 @@ from fedalloy.random import generator
 from fedalloy.replies import Outcome
 from fedalloy.server import Server
 from fedalloy.site import CPU, Sites
-from fedalloy.storage import fingerprint
+from fedalloy.storage import fingerprint, unless_refused
 from fedalloy.wire import Mail, Reply, bytes_of, diverged
 from fedalloy.workshop import Workshop
 
@@ -169,11 +169,10 @@ def train(
             f"{', '.join(dealt)} belong to the federation; give them to federate(...) instead"
         )
     values = {**federation.origin, "model": model, "method": alloy.expression, **settings}
-    room = Room() if out is None else None
-    path = room.path / "run" if room else Path(str(out))
     setup = Setup(Config.of(values), federation, alloy, imports=imports)
-    folder = RunFolder.create(path, setup.config)
-    return play(setup, folder, room=room)
+    setup.server()
+    room = Room() if out is None else None
+    return begin(setup, room.path / "run" if room else Path(str(out)), room=room)
 
 
 def start(
@@ -186,7 +185,20 @@ def start(
     """A new run in a new folder."""
     setup = Setup(config, imports=imports)
     setup.server()  # what a method refuses, it refuses before anything is written
-    return play(setup, RunFolder.create(out, config), on_round, on_reply)
+    return begin(setup, out, on_round, on_reply)
+
+
+def begin(
+    setup: Setup,
+    out: Path,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+    room: "Room | None" = None,
+) -> Result:
+    """Play a run in a new folder, of which nothing is left if it is refused before its first round is over."""
+    folder = RunFolder.create(out, setup.config)
+    with unless_refused(out, folder.made):
+        return play(setup, folder, on_round, on_reply, room)
 
 
 def resume(
@@ -265,7 +277,7 @@ def play(
                     or number == setup.config.rounds
                     or record.get("diverged")
                 ):
-                    folder.save(number, server.state(), data)
+                    folder.save(number, server.state(), data, since_checkpoint)
                     folder.vault.trim(since_checkpoint, number)
                     since_checkpoint.clear()
                 if on_round:
@@ -274,7 +286,7 @@ def play(
             carrier.close()
         summary = summarise(setup, server, folder, history)
         write_partition(setup, folder)
-        folder.finish(summary)
+        summary = folder.finish(summary)
     return Result(folder.path, setup.config, history, summary, room, setup.imports)
 
 

@@ -25,7 +25,7 @@ from fedalloy.random import seed_of
 from fedalloy.run import OnReply, OnRound
 from fedalloy.search import RATES, Point, Space
 from fedalloy.series import Series, at_hand, check_settings, rounds_left
-from fedalloy.storage import write_whole
+from fedalloy.storage import claim, unless_refused, write_whole
 
 VALIDATION = 0.2  # where none is given
 
@@ -88,9 +88,9 @@ class Tuning:
     ) -> list[Trial]:
         """All trials, in their order; those that are finished are only read."""
         with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            made = claim(self.folder)
         points = self._recorded()
-        with at_hand(self.base):
+        with unless_refused(self.folder, made), at_hand(self.base):
             for number in range(1, self.trials + 1):
                 if number > len(points):
                     points.append(self._next([self.trial(n, point) for n, point in enumerate(points, 1)]))
@@ -199,7 +199,7 @@ class Tuning:
                 f"trying {self.trials} of {len(self.space.grid)} points needs the library optuna: "
                 f'pip install "fedalloy[tune]"; or try all of them with --trials {len(self.space.grid)}'
             )
-        self._series.setup(self.config(self.space.start))
+        self._series.setup(self.config(self.space.start)).server()
         for number, point in enumerate(self._recorded(), 1):
             for seed in self.seeds:
                 check_settings(self.folder / self.place(number, point, seed), self.config(point, seed))

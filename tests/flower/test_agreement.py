@@ -19,6 +19,7 @@ from fedalloy.data.totals import Totals
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import federate
 from fedalloy.flower.agreement import FILE, SOURCE
+from fedalloy.flower.journal import Journal
 from fedalloy.flower.server import serve
 from fedalloy.flower.site import Desk
 from fedalloy.flower.statistics import from_items, to_items
@@ -235,7 +236,7 @@ def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
     run = (tmp_path / "run" / "run-id").read_text()
     other = json.dumps({**json.loads(before), "mean": [0.0, 0.0, 0.0]}, sort_keys=True)
     with pytest.raises(FedAlloyError, match="began with another preprocessing"):
-        again.desks[100]._agreed(run, {"preprocessing": other})
+        again.desks[100]._agreed(Journal(tmp_path / "state", run, 0), {"preprocessing": other})
     (tmp_path / "run" / FILE).unlink()
     with pytest.raises(FedAlloyError, match=r"is gone, and this run began with it"):
         serve(Loopback(settings, tmp_path / "state", nodes), settings)

@@ -1,5 +1,6 @@
 """The server of a real federation: wait for the sites, then the same rounds as everywhere, or the rest of them."""
 
+import hashlib
 import json
 import logging
 import time
@@ -19,16 +20,18 @@ from fedalloy.data.assemble import fitted
 from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation, federate
 from fedalloy.flower.agreement import Source, agree, known, record
+from fedalloy.flower.credentials import for_owner_only
+from fedalloy.flower.door import RUN
 from fedalloy.flower.hello import Guest, agreed_inputs
 from fedalloy.flower.masked import MaskedPost, check_maskable
 from fedalloy.flower.post import Lobby, Post
 from fedalloy.flower.roster import clients_by_node
 from fedalloy.flower.terms import Settings, Terms, read_settings
-from fedalloy.folder import RunFolder
+from fedalloy.folder import Busy, RunFolder
 from fedalloy.imports import Imports, foreign_in, outside
 from fedalloy.nets.base import Inputs
 from fedalloy.run import Record, Result, Setup, play
-from fedalloy.storage import kept_secret, write_whole
+from fedalloy.storage import PRIVATE, damaged, kept_secret, read_whole, write_whole
 
 SIZES = "sites.json"
 
@@ -63,6 +66,11 @@ def serve(grid: Grid, settings: Settings, imports: Imports | None = None) -> Res
     config, terms = read_settings(settings)
     if imports is None and (names := foreign_in(config.model_dump())):
         raise outside(names, "the app")
+    with for_owner_only():
+        return _serve(grid, config, terms, imports)
+
+
+def _serve(grid: Grid, config: Config, terms: Terms, imports: Imports | None) -> Result:
     dealt = federate(**config.dealing) if terms.sites == "dealt" else None
     agreed = None if dealt else known(terms, Path(terms.run_folder))
     source: Source = {"from": "the terms"}
@@ -88,13 +96,14 @@ def serve(grid: Grid, settings: Settings, imports: Imports | None = None) -> Res
         check_maskable(setup.method)
     _refuse_local_tests(setup)
     folder = _folder(Path(terms.run_folder), config)
-    write_whole(folder.path / SIZES, json.dumps(told).encode())
+    _write_told(folder.path, told)
     if lobby.agreed:
         record(folder.path, lobby.agreed, source)
     if summary := folder.summary():
         return Result(folder.path, config, folder.history(), summary, _imports=imports)
     _outlive(folder)
     if setup.method.claimant("seal"):
+        folder.needs_from_its_start("secret")
         setup.secret = kept_secret(folder.path / "secret")
     post = partial(
         MaskedPost if terms.masked else Post,
@@ -134,9 +143,29 @@ def roll(config: Config, terms: Terms, agreed: Preprocessing, told: dict[str, in
 
 def _told(path: Path, guests: dict[int, Guest]) -> dict[str, int]:
     """Samples by client: as first told, so that a restart without somebody draws the same clients."""
+    RunFolder(path).needs_from_its_start(SIZES)
     file = path / SIZES
-    before: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+    before = _read_told(file) if file.exists() else {}
     return {str(client): guest.samples for client, guest in sorted(guests.items())} | before
+
+
+def _read_told(file: Path) -> dict[str, int]:
+    try:
+        found = json.loads(read_whole(file))
+        told, seal = found["samples"], found["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise damaged(file, "it is not what this server wrote") from None
+    if seal != _seal(told):
+        raise damaged(file, "it is not what this server wrote")
+    return dict(told)
+
+
+def _write_told(path: Path, told: dict[str, int]) -> None:
+    write_whole(path / SIZES, json.dumps({"samples": told, "sha256": _seal(told)}).encode(), PRIVATE)
+
+
+def _seal(told: object) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _folder(path: Path, config: Config) -> RunFolder:
@@ -158,7 +187,7 @@ def _outlive(folder: RunFolder, limit: float = 60.0) -> None:
         try:
             with folder.locked():
                 return
-        except FedAlloyError:
+        except Busy:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.2)
@@ -175,10 +204,14 @@ def _refuse_local_tests(setup: Setup) -> None:
 
 def _name(folder: RunFolder) -> str:
     """What sites keep this run's private state under: the same after a restart, another for every new run."""
+    folder.needs_from_its_start("run-id")
     file = folder.path / "run-id"
     if not file.exists():
-        write_whole(file, uuid.uuid4().hex.encode())
-    return file.read_text()
+        write_whole(file, uuid.uuid4().hex.encode(), PRIVATE)
+    name = read_whole(file).decode(errors="replace")
+    if not RUN.fullmatch(name):
+        raise damaged(file, "it names no run")
+    return name
 
 
 def _after_round(record: Record) -> None:

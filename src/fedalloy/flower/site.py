@@ -24,6 +24,7 @@ from fedalloy.flower.audit import Audit
 from fedalloy.flower.door import RUN, asked, leave
 from fedalloy.flower.errors import SiteError, blamed
 from fedalloy.flower.hello import said_inputs
+from fedalloy.flower.journal import Journal
 from fedalloy.flower.records import (
     FACTS,
     Facts,
@@ -36,9 +37,9 @@ from fedalloy.flower.terms import Settings, read_settings
 from fedalloy.imports import Imports, foreign_in, outside
 from fedalloy.mechanisms.privacy import Private
 from fedalloy.run import Setup, one_thread
-from fedalloy.storage import Vault, kept_secret, write_whole
+from fedalloy.storage import PRIVATE, kept_secret, private_folder, write_whole
 from fedalloy.wire import Mail, Reply, dump
-from fedalloy.workshop import Workshop
+from fedalloy.workshop import Workshop, state_before
 
 HELLO = "hello"
 log = logging.getLogger("fedalloy")
@@ -144,12 +145,20 @@ class Desk:
         run = str(facts.get("run", ""))
         if not RUN.fullmatch(run):
             raise SiteError("bad-message", "this mail names no run")
-        workshop = self._workshop(run, facts)
+        journal, checkpoint = Journal(self.state, run, self.client), int(facts.get("checkpoint", 0))
+        with blamed("damaged-state"):
+            journal.check(state_before(mail))
+        workshop = self._workshop(journal, facts)
+        workshop.vault.trim([self.client], checkpoint)
         if self.sealer:
             with blamed("answered"):
-                self._once(run, mail)
+                self._once(journal, mail)
+        if mail.errand == "train":
+            journal.begin(mail.round)
         with one_thread():
             reply = workshop.open(mail)
+        if mail.errand == "train":
+            journal.keep(mail.round, checkpoint)
         return replace(reply, samples=0, steps=0, seen=0, loss=0.0, seconds=0.0) if self.sealer else reply
 
     def _refuse_beyond(self, most: float) -> None:
@@ -167,62 +176,59 @@ class Desk:
         run = asked(message)["run"]
         if not run or not isinstance(self.sealer, Private) or self.sealer.where != "client":
             return None
-        rounds = len(list((self.state / "answered" / run).iterdir()))
+        rounds = Journal(self.state, run, self.client).answered()
         return float(self.sealer.account([1.0] * rounds)["epsilon"])
 
     def _told(self, samples: int) -> int:
         """How many samples the server is told of: where a part seals what leaves, only whether there are any."""
         return min(samples, 1) if self.sealer else samples
 
-    def _once(self, run: str, mail: Mail) -> None:
+    def _once(self, journal: Journal, mail: Mail) -> None:
         """What is sealed leaves once a round: the same mail again gets the same answer, any other one none."""
         if mail.errand != "train":
             raise FedAlloyError(f"{self.sealer} does not cover tests at the sites: this one only trains")
         if not 1 <= mail.round <= self.config.rounds:
             raise FedAlloyError(f"round {mail.round} is none of the {self.config.rounds} that were agreed on")
-        file = self.state / "answered" / run / f"{mail.round:06d}"
-        digest = hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, digest.encode())
-        elif file.read_text() != digest:
+        journal.hold(self.state / "secrets" / journal.run)
+        if not journal.answer(
+            mail.round, hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
+        ):
             raise FedAlloyError(
                 f"round {mail.round} was answered already, to another mail; {self.sealer} allows one"
             )
 
-    def _workshop(self, run: str, facts: Facts) -> Workshop:
-        checkpoint = int(facts.get("checkpoint", 0))
+    def _workshop(self, journal: Journal, facts: Facts) -> Workshop:
         federation, setup = self.federation, self.setup
         if isinstance(federation, Share):
-            federation, setup = self._settled(self._agreed(run, facts))
+            federation, setup = self._settled(self._agreed(journal, facts))
             federation = replace(federation, known=Info(int(facts["clients"]), int(facts["samples"])))
-        config, vault = self.config, Vault(self.state / run)
-        vault.trim([self.client], checkpoint)
+        config = self.config
         on_global = config.personal_on_global and self.terms.sites == "dealt"
         return Workshop(
             setup.method,
             setup.sites,
             federation,
             config.local,
-            vault,
+            journal.vault,
             config.seed,
             on_global,
-            kept_secret(self.state / "secrets" / run) if self.sealer else 0,
+            kept_secret(self.state / "secrets" / journal.run) if self.sealer else 0,
         )
 
-    def _agreed(self, run: str, facts: Facts) -> str:
+    def _agreed(self, journal: Journal, facts: Facts) -> str:
         """What this run prepares samples by: as it was first told, and never anything else."""
         text = facts.get("preprocessing")
         if not isinstance(text, str):
             raise FedAlloyError("this mail does not say how samples are prepared")
-        file = self.state / "preprocessing" / f"{run}.json"
+        file = self.state / "preprocessing" / f"{journal.run}.json"
         if not file.exists():
             self._settled(text)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, text.encode())
-            log.info("run %s: %s", run, shown(Preprocessing.from_json(text)))
+            private_folder(file.parent)
+            write_whole(file, text.encode(), PRIVATE)
+            log.info("run %s: %s", journal.run, shown(Preprocessing.from_json(text)))
         elif file.read_bytes() != text.encode():
             raise FedAlloyError("this run began with another preprocessing, which this site does not change")
+        journal.hold(file)
         return text
 
     def _settled(self, text: str) -> tuple[Share, Setup]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedalloy.errors import FedAlloyError
+from fedalloy.folder import RunFolder
 
 MEASURES: Mapping[str, str] = {
     "global_acc": "Global model",
@@ -221,7 +222,7 @@ def read_run(folder: Path) -> Run:
         settings = tomllib.loads(config.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FedAlloyError(f"{config} is not valid TOML: {error}") from error
-    return Run(
+    run = Run(
         folder=folder,
         config=settings,
         history=_history(folder / "history.jsonl"),
@@ -229,6 +230,8 @@ def read_run(folder: Path) -> Run:
         partition=_optional(folder / "partition.json", Partition),
         diagnostics=_optional(folder / "diagnostics.json", Diagnostics),
     )
+    RunFolder(folder).summary()  # refuses what does not belong together
+    return run
 
 
 def read_comparison(folder: Path) -> Comparison:
