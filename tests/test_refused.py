@@ -90,9 +90,9 @@ class Picky(Mechanism):
             raise FedAlloyError(f"not after round {self.round}")
 
 
-@pytest.mark.parametrize(("round", "left"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("round", "left"), [(0, False), (1, True), (2, True)])
 def test_a_training_in_python(round: int, left: bool, here: Path) -> None:
-    """What was played is kept, for whoever wants to carry on or to look at it."""
+    """What has begun is kept, for whoever wants to carry on or to look at it."""
     method = registry.make("fedavg") + Picky(round)
     with pytest.raises(FedAlloyError, match="not "):
         train(federate("digits", 3), method=method, out=here / "new" / "run", engine="inline", rounds=3)

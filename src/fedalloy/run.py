@@ -172,7 +172,8 @@ def train(
     setup = Setup(Config.of(values), federation, alloy, imports=imports)
     setup.server()
     room = Room() if out is None else None
-    return begin(setup, room.path / "run" if room else Path(str(out)), room=room)
+    folder = RunFolder.create(room.path / "run" if room else Path(str(out)), setup.config)
+    return play(setup, folder, room=room)
 
 
 def start(
@@ -185,20 +186,7 @@ def start(
     """A new run in a new folder."""
     setup = Setup(config, imports=imports)
     setup.server()  # what a method refuses, it refuses before anything is written
-    return begin(setup, out, on_round, on_reply)
-
-
-def begin(
-    setup: Setup,
-    out: Path,
-    on_round: OnRound | None = None,
-    on_reply: OnReply | None = None,
-    room: "Room | None" = None,
-) -> Result:
-    """Play a run in a new folder, of which nothing is left if it is refused before its first round is over."""
-    folder = RunFolder.create(out, setup.config)
-    with unless_refused(out, folder.made):
-        return play(setup, folder, on_round, on_reply, room)
+    return play(setup, RunFolder.create(out, config), on_round, on_reply)
 
 
 def resume(
@@ -251,15 +239,16 @@ def play(
 ) -> Result:
     """All rounds from the folder's last checkpoint to the end; the config says on which engine, unless one is given."""
     with folder.locked(), one_thread():
-        server = setup.server()
-        data = setup.federation.dataset.fingerprint
-        last, state = folder.restore(data)
-        if last:
-            server.resume(state, last)
-        folder.preprocess(setup.federation.dataset.preprocessing)
-        history = folder.history()
-        accounts(setup, history)  # what that needs is there, or no round begins
-        carrier = (engine or setup.engine)(setup.workshop(folder))
+        with unless_refused(folder.path, folder.made):
+            server = setup.server()
+            data = setup.federation.dataset.fingerprint
+            last, state = folder.restore(data)
+            if last:
+                server.resume(state, last)
+            folder.preprocess(setup.federation.dataset.preprocessing)
+            history = folder.history()
+            accounts(setup, history)  # what that needs is there, or no round begins
+            carrier = (engine or setup.engine)(setup.workshop(folder))
         since_checkpoint: set[int] = set()
         try:
             for number in range(last + 1, setup.config.rounds + 1):

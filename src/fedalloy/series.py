@@ -10,7 +10,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports
-from fedalloy.run import OnReply, OnRound, Result, Setup, begin, resume
+from fedalloy.run import OnReply, OnRound, Result, Setup, play, resume
 
 
 class Series:
@@ -31,7 +31,7 @@ class Series:
     ) -> Result:
         if (path / "config.toml").exists():
             return resume(path, config, on_round, on_reply, allow_code=self._imports is not None)
-        return begin(self.setup(config), path, on_round, on_reply)
+        return play(self.setup(config), RunFolder.create(path, config), on_round, on_reply)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def unmake(path: Path, made: Iterable[Path]) -> None:
 
 @contextmanager
 def unless_refused(path: Path, made: Sequence[Path] | None) -> Iterator[None]:
-    """A command that is refused leaves nothing of what it wrote here, unless a round was played.
+    """What is refused leaves nothing of what it wrote here, unless runs below have begun.
 
     `made` is what `make_folder` made; None if the folder was there and holds something of others. A full disk refuses
     nothing: whoever has made room carries on.
@@ -88,7 +88,7 @@ def unless_refused(path: Path, made: Sequence[Path] | None) -> Iterator[None]:
     except NoRoom:
         raise
     except FedAlloyError:
-        if made is not None and not any(file.stat().st_size for file in path.rglob("history.jsonl")):
+        if made is not None and not any(path.glob("*/**/config.toml")):
             unmake(path, made)
         raise
 
