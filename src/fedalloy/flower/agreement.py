@@ -18,7 +18,7 @@ from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.data.totals import Stats, Totals
 from fedalloy.errors import FedAlloyError, plain
 from fedalloy.flower.hello import Guest
-from fedalloy.flower.masked import masked_sum
+from fedalloy.flower.masked import masked_mean
 from fedalloy.flower.post import PAUSE, ROOM, SPARE, Lobby, pulled
 from fedalloy.flower.records import read_reply
 from fedalloy.flower.statistics import CLIP, STATISTICS, declared, far_off, from_items, in_order, shown
@@ -89,8 +89,8 @@ def agree(config: Config, terms: Terms, method: Alloy, lobby: Lobby) -> tuple[Pr
         if strangers := [k for k, guest in asked.items() if guest.columns != names]:
             refused |= dict.fromkeys(strangers, "has its columns in another order")
             asked = {k: guest for k, guest in asked.items() if k not in strangers}
-        total, used = _masked(lobby, asked, terms.round_limit)
-        refused |= dict.fromkeys(asked.keys() - set(used), "did not stay until the end")
+        total, used, lost = _masked(lobby, asked, terms.round_limit)
+        refused |= {k: lost.get(k, "did not stay until the end") for k in asked.keys() - set(used)}
     else:
         heard = _heard(config, lobby, asked, terms.round_limit, names, refused)
         for k in far_off(heard):
@@ -189,17 +189,20 @@ def _totals(answer: Message | str, guest: Guest, test_share: float) -> Totals:
     return from_items(reply.items, guest.inputs, reply.samples)
 
 
-def _masked(lobby: Lobby, asked: dict[int, Guest], limit: float) -> tuple[Totals, list[int]]:
+def _masked(lobby: Lobby, asked: dict[int, Guest], limit: float) -> tuple[Totals, list[int], dict[int, str]]:
     """The sum over all sites, of which nobody's part can be read."""
     nodes = {guest.node: _question() for guest in asked.values()}
-    values, answered = masked_sum(lobby.grid, nodes, CLIP, limit)
     inputs = next(iter(asked.values())).inputs
-    if not answered:
-        raise FedAlloyError("no masked statistics came about: too few sites stayed until the end")
-    specs = declared(inputs.shape[0])
+    specs = sorted(declared(inputs.shape[0]).items())
+    shapes = {node: [spec.shape for _, spec in specs] for node in nodes}
+    sums = masked_mean(lobby, nodes, shapes, limit, clip=CLIP)
+    lost = {k: sums.lost[guest.node] for k, guest in asked.items() if guest.node in sums.lost}
+    if not sums.answered:
+        why = "; ".join(f"client {k} {word}" for k, word in sorted(lost.items()))
+        raise FedAlloyError(f"no masked statistics came about: {why or 'too few sites stayed until the end'}")
     items = {
-        key: torch.from_numpy(value * len(answered)).round().long().reshape(specs[key].shape)
-        for key, value in zip(sorted(specs), values, strict=True)
+        key: torch.from_numpy(value * len(sums.answered)).round().long().reshape(spec.shape)
+        for (key, spec), value in zip(specs, sums.mean, strict=True)
     }
-    used = sorted(k for k, guest in asked.items() if guest.node in answered)
-    return from_items(items, inputs), used
+    used = sorted(k for k, guest in asked.items() if guest.node in sums.answered)
+    return from_items(items, inputs), used, lost

@@ -106,6 +106,10 @@ class Lobby:
         roster = self.roster()
         return roster is None or roster.get(guest.node) == guest.client
 
+    def admitted(self, node: int) -> bool:
+        """Whether this node is a guest whose key is still in."""
+        return any(guest.node == node and self.admits(guest) for guest in self.guests.values())
+
     def _greet(self, node: int, answer: Message | str) -> None:
         try:
             if isinstance(answer, str):

@@ -93,22 +93,22 @@ def _items(content: RecordDict, most_bytes: float) -> Items:
     size = sum(len(array.data) for array in record.values())
     if size > most_bytes:
         raise FedAlloyError(f"sent {size:,} bytes; at most {most_bytes:,.0f} are expected")
-    return {key: torch.from_numpy(_array(key, array)) for key, array in record.items()}
+    if wrong := next((key for key, array in record.items() if array.stype != "numpy.ndarray"), None):
+        raise FedAlloyError(f"{wrong} comes as {record[wrong].stype!r}")
+    return {key: torch.from_numpy(read_array(key, array.data)) for key, array in record.items()}
 
 
-def _array(key: str, array: Array) -> "np.ndarray[Any, np.dtype[Any]]":
+def read_array(key: str, text: bytes) -> "np.ndarray[Any, np.dtype[Any]]":
     """Numbers in numpy's own form, whose header says neither more nor less than what follows it."""
-    if array.stype != "numpy.ndarray":
-        raise FedAlloyError(f"{key} comes as {array.stype!r}")
-    data = io.BytesIO(array.data)
+    data = io.BytesIO(text)
     try:
         if np.lib.format.read_magic(data) != (1, 0):
             raise ValueError("not written by numpy's save")
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(data)
-        left = len(array.data) - data.tell()
+        left = len(text) - data.tell()
         if dtype.name not in DTYPES or fortran or left != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{dtype} {shape} in {left} bytes")
-        found = np.frombuffer(array.data, dtype, offset=data.tell()).reshape(shape)
+        found = np.frombuffer(text, dtype, offset=data.tell()).reshape(shape)
     except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
         raise FedAlloyError(f"{key} is no array: {error}") from None
     return found.astype(dtype.newbyteorder("="))  # a copy of our own, which may be written to

@@ -33,6 +33,7 @@ from fedalloy.flower.records import (
     reply_record,
 )
 from fedalloy.flower.statistics import STATISTICS, shown, to_items
+from fedalloy.flower.steps import check_question
 from fedalloy.flower.terms import Settings, read_settings
 from fedalloy.imports import Imports, foreign_in, outside
 from fedalloy.mechanisms.privacy import Private
@@ -103,6 +104,8 @@ class Desk:
         if RECORD_KEY_CONFIGS in message.content and context is not None:
             if message.metadata.message_type != "train":  # Flower would hand on any other kind unmasked
                 raise SiteError("not-masked", "a step of secure aggregation came as another kind of message")
+            with blamed("not-masked"):
+                check_question(message.content.config_records[RECORD_KEY_CONFIGS])
             return secaggplus_mod(message, context, self._unmasked)
         if STATISTICS in message.content:
             if self.only_masked:
