@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from mischief import MISCHIEF, Arrays, Bench, Facts, array, poisoned, taken_apart
+from settings import ROWS
 from test_lobby import prepared
 
+from fedalloy import registry
 from fedalloy.evaluate import evaluate
 from fedalloy.flower.records import FACTS, ITEMS
 from fedalloy.flower.server import serve
 from fedalloy.wire import Mail, Reply
-from fuzzing import dice
+from fuzzing import FUZZING, dice
 
-METHODS = ("fedper", "local", "fedproto(lam=5)", "fedrep", "ssf(ratio=0.5)+finetune")
+FEW = ("fedper", "local", "fedproto(lam=5)", "fedrep", "ssf(ratio=0.5)+finetune")
+METHODS = [(name, "mlp(hidden=4)") for name in FEW]
+if FUZZING:
+    METHODS = [(row.method, row.models[-1]) for row in ROWS if registry.make(row.method).personal] + METHODS
 
 
 class Said:
@@ -40,8 +45,8 @@ class Said:
 class Examined:
     """A bench whose sites have been tested once, honestly."""
 
-    def __init__(self, method: str, room: Path) -> None:
-        self.bench = Bench(method, room, test_share=0.2)
+    def __init__(self, method: str, model: str, room: Path) -> None:
+        self.bench = Bench(method, room, test_share=0.2, model=model)
         asked = Said(self.bench)
         self.metrics, outcome = self.judged(asked)
         assert not outcome
@@ -55,7 +60,8 @@ class Examined:
 
 @pytest.fixture(scope="module", params=METHODS)
 def examined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Examined:
-    return Examined(request.param, tmp_path_factory.mktemp("examined"))
+    method, model = request.param
+    return Examined(method, model, tmp_path_factory.mktemp("examined"))
 
 
 def changed(arrays: Arrays, key: str, value: int) -> None:
