@@ -1,9 +1,10 @@
 """Who may reach a running server, and what a key is good for: a real SuperLink, without sites."""
 
 import asyncio
-import contextlib
+import datetime
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -11,16 +12,25 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import tomli_w
 from fastapi.routing import iter_route_contexts
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import Message, Metadata, PullObjectRequest
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    Message,
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+)
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.error import FlowerError
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supercore.routers import health
 from flwr.supercore.routers.runtime import create_runtime_router, responses_router
@@ -29,11 +39,13 @@ from flwr.superlink.routers.fleet.router import router as fleet
 from signing import signed
 from test_deployment import Federation, until
 
-from fedalloy.errors import FedAlloyError
-from fedalloy.flower.credentials import make_site_key, renew_certificate
-from fedalloy.flower.deploy import Deployment
+from fedalloy.flower import knock
+from fedalloy.flower.bound import LAST, Bound
+from fedalloy.flower.credentials import make_certificates, make_site_key, renew_certificate
+from fedalloy.flower.deploy import free_port, tool
 from fedalloy.flower.gate import OPEN, Gate, Roster
 from fedalloy.flower.roster import read_key
+from terminal import fedalloy
 
 pytestmark = [pytest.mark.xdist_group("deployment"), pytest.mark.timeout(300)]
 
@@ -81,34 +93,60 @@ def raw(server: Federation, request: bytes) -> bytes:
         return line.recv(4096)
 
 
-def test_a_stranger_can_do_nothing_at_all(server: Federation, tmp_path: Path) -> None:
-    """With the authority's certificate and the address alone: no route answers, no command of Flower's works."""
+METHODS = ("POST", "GET", "HEAD", "PUT", "DELETE", "OPTIONS")
+
+
+def test_no_route_answers_a_stranger(server: Federation, tmp_path: Path) -> None:
+    """With the authority's certificate and the address alone, or with a key of one's own."""
     make_site_key(tmp_path)
-    before = nodes(server)
+    liar = {"authorization": "Bearer x", "host": "127.0.0.1"}
     with outside(server) as client:
-        for headers in ({}, signed(tmp_path), {"authorization": "Bearer x", "host": "127.0.0.1"}):
+        for headers, methods in (({}, METHODS), (signed(tmp_path), METHODS[:2]), (liar, METHODS[:2])):
             for path in INSIDE:
-                for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
+                for method in methods:
                     assert client.request(method, path, headers=headers).status_code == 404, (method, path)
             for path in FLEET:
                 wanted = 401 if path in OPEN else 404
                 assert client.post(path, headers=headers, content=b"x").status_code == wanted, path
+
+
+def test_flowers_commands_do_nothing_for_a_stranger(server: Federation, tmp_path: Path) -> None:
+    """Register, list, run, stop, pull logs: all fail outside; asked for by the owner, nothing has changed."""
+    make_site_key(tmp_path)
     link = {"address": server.made.address, "root-certificates": str(server.folder / "credentials/ca.pem")}
     (tmp_path / "config.toml").write_text(
         tomli_w.dumps({"superlink": {"default": "fedalloy", "fedalloy": link}})
     )
-    stranger = Deployment(server.folder)
     environment = {**server.made.environment, "FLWR_HOME": str(tmp_path)}
-    for words in (
-        ("supernode", "register", str(tmp_path / "key.pub"), "fedalloy", "--format", "json"),
-        ("run", str(server.folder / "app"), "fedalloy", "--format", "json"),
-        ("ls", "fedalloy", "--format", "json"),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Deployment, "environment", environment)
-            with contextlib.suppress(FedAlloyError):
-                assert stranger.flwr(*words) == {}
-    assert nodes(server) == before
+    node = str(server.made.roster.entries["site-1"]["node"])
+    commands = {
+        "register": ("supernode", "register", str(tmp_path / "key.pub"), "fedalloy"),
+        "unregister": ("supernode", "unregister", node, "fedalloy"),
+        "sites": ("supernode", "list", "fedalloy"),
+        "list": ("ls", "fedalloy"),
+        "run": ("run", str(server.folder / "app"), "fedalloy"),
+        "stop": ("stop", "1", "fedalloy"),
+        "log": ("log", "1", "fedalloy", "--show"),
+    }
+
+    def works(words: tuple[str, ...]) -> bool:
+        plain = () if words[0] == "log" else ("--format", "json")
+        done = subprocess.run(
+            [tool("flwr"), *words, *plain],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        said = (done.stdout + done.stderr).lower()
+        return done.returncode == 0 and '"success": false' not in said and "error" not in said
+
+    with ThreadPoolExecutor(4) as pool:
+        worked = dict(zip(commands, pool.map(works, commands.values()), strict=True))
+    assert worked == dict.fromkeys(commands, False)
+    known = {int(one["node-id"]) for one in nodes(server)["nodes"]}
+    assert known == server.made.roster.clients.keys()
     assert server.made.flwr("ls", "fedalloy", "--format", "json")["runs"] == []
 
 
@@ -250,6 +288,65 @@ def test_nothing_is_readable_by_others(server: Federation) -> None:
     assert (server.folder / "server" / "superlink.db").exists()
 
 
+# A site that is not let in reads why
+
+
+@pytest.fixture
+def bundle(server: Federation, tmp_path: Path) -> Path:
+    """The folder of site 0, with a key that nobody knows."""
+    place = tmp_path / "site-0"
+    shutil.copytree(server.folder / "sites" / "site-0", place)
+    make_site_key(place)
+    return place
+
+
+def test_why_a_site_is_not_let_in(
+    server: Federation, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, known = server.made.address, server.folder / "sites" / "site-0"
+    assert knock.refusal(known, address, 0) is None
+    assert knock.refusal(known, f"127.0.0.1:{free_port()}", 0) is None  # nobody there: it goes on trying
+    why = knock.refusal(bundle, address, 0)
+    assert why
+    assert why.startswith("this key is not registered: ")
+    assert "fedalloy deploy key DIR site-0 --pub key.pub" in why
+    make_certificates(tmp_path / "other", ["127.0.0.1"])
+    shutil.copy(tmp_path / "other" / "ca.pem", bundle / "ca.pem")
+    assert "does not prove who it is" in (knock.refusal(bundle, address, 0) or "")
+
+    class Late(datetime.datetime):
+        @classmethod
+        def now(cls, zone: Any = None) -> Any:
+            return datetime.datetime.now(zone) - datetime.timedelta(seconds=500)
+
+    shim = SimpleNamespace(datetime=Late, UTC=datetime.UTC)
+    monkeypatch.setattr(knock, "datetime", shim)
+    late = knock.refusal(known, address, 0) or ""
+    assert re.fullmatch(rf"the clock of this machine is \d+ s behind that of {address}; set it", late)
+
+
+def test_a_site_with_a_strangers_key_ends_with_the_reason(server: Federation, bundle: Path) -> None:
+    """Flower's SuperNode ends with code 0 and no word; the site's command does not."""
+    said = fedalloy("deploy", "site", str(bundle), "--patience", "0")
+    assert said.code == 2
+    assert "this key is not registered" in " ".join(said.err.split())
+    assert "this key is not registered" in " ".join(said.out.split())  # at once, too
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("key", "holds no private key"), ("ca.pem", "holds no certificate")]
+)
+def test_a_damaged_bundle(server: Federation, bundle: Path, name: str, why: str) -> None:
+    for there in (True, False):
+        if there:
+            (bundle / name).write_text("x")
+        else:
+            (bundle / name).unlink()
+        said = fedalloy("deploy", "site", str(bundle))
+        assert said.code == 2
+        assert why in " ".join(said.err.split())
+
+
 # The gate by itself
 
 
@@ -294,3 +391,51 @@ def test_bodies_of_strangers_are_not_read(tmp_path: Path, changes: dict[str, str
     }
     asyncio.run(Gate(app, Roster(file))(scope, receive, send))
     assert got[0] == status
+
+
+def test_objects_are_for_the_node_they_were_made_for() -> None:
+    """Who knows the hash of what was made for another gets nothing by it, and can take nothing away."""
+    tree = ObjectTree(object_id="message", children=[ObjectTree(object_id="array")])
+    answered: list[str] = []
+
+    def pull(request: Any) -> PullMessagesResponse:
+        mine = [tree] if request.node.node_id == 1 else []
+        return PullMessagesResponse(message_object_trees=mine)
+
+    bound = Bound(
+        {
+            "pull_messages": pull,
+            "pull_object": lambda request: answered.append(request.object_id),
+            "confirm_message_received": lambda request: answered.append(request.message_object_id),
+        }
+    )
+    for node in (1, 2):
+        bound.pull_messages(PullMessagesRequest(node=Node(node_id=node)))
+    for name in ("array", "message"):
+        bound.pull_object(PullObjectRequest(node=Node(node_id=1), object_id=name))
+        with pytest.raises(FlowerError):
+            bound.pull_object(PullObjectRequest(node=Node(node_id=2), object_id=name))
+        with pytest.raises(FlowerError):
+            bound.confirm_message_received(
+                ConfirmMessageReceivedRequest(node=Node(node_id=2), message_object_id=name)
+            )
+    bound.confirm_message_received(
+        ConfirmMessageReceivedRequest(node=Node(node_id=1), message_object_id="message")
+    )
+    assert answered == ["array", "message", "message"]
+    tree = ObjectTree(object_id="next")
+    for _ in range(LAST):
+        bound.pull_messages(PullMessagesRequest(node=Node(node_id=1)))
+    with pytest.raises(FlowerError):
+        bound.pull_object(PullObjectRequest(node=Node(node_id=1), object_id="array"))
+
+
+def test_flowers_handlers_are_bound(server: Federation) -> None:
+    """In the server that runs: an object that was not made for this site is refused before it is looked for."""
+    mine = server.made.roster.entries["site-0"]["node"]
+    asked = PullObjectRequest(node=Node(node_id=mine), object_id="0" * 64, run_id=1)
+    with outside(server) as client:
+        key = signed(server.folder / "sites" / "site-0")
+        answer = client.post("/v1/fleet/pull-object", headers=key, content=asked.SerializeToString())
+    assert answer.status_code == 403
+    assert "asks for what is not for it" in server.log("server")

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from loopback import SMALL, Loopback
 
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
-from fedalloy.flower import server
+from fedalloy.flower import masked, server
 from fedalloy.flower.credentials import make_site_key
 from fedalloy.flower.deploy import Deployment, free_port
-from fedalloy.flower.post import Lobby
+from fedalloy.flower.post import LET_OUT, Lobby
 from fedalloy.flower.records import FACTS
 from fedalloy.flower.roster import ROSTER, Roster, clients_by_node, keys_in
 from fedalloy.flower.terms import Terms
@@ -65,6 +66,72 @@ def test_a_key_let_out_in_the_middle_of_a_round(tmp_path: Path, monkeypatch: pyt
         [gone],
         [{"client": 1, "why": "is not connected"}],
     ]
+
+
+def test_a_reply_that_was_there_when_its_key_was_let_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is the one of a run without it: nothing of the reply was used."""
+    rolls: dict[str, dict[int, int]] = {}
+
+    def play(name: str, tamper: Any = None, absent: int | None = None) -> Any:
+        grid, settings = grid_in(tmp_path / name, rounds=1, method="fedavg", round_limit=1.0)
+        rolls[name] = dict(ROLL)
+        monkeypatch.setattr(server, "clients_by_node", lambda: rolls[name])
+        grid.tamper = tamper or grid.tamper
+        grid.deaf = lambda question: (
+            question.metadata.dst_node_id == absent and question.metadata.group_id == "1"
+        )
+        return server.serve(grid, settings)
+
+    def out(question: Message, answer: Message) -> Message:
+        if question.metadata.message_type == "train":
+            rolls["out"].pop(101, None)
+        return answer
+
+    result = play("out", out)
+    assert result.history[0]["refused"] == [{"client": 1, "why": LET_OUT}]
+    without = play("without", absent=101)
+    assert result.summary["weights_sha256"] == without.summary["weights_sha256"]
+    assert result.summary["weights_sha256"] != play("with").summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("when", ["with its part", "after its part", "when masks are taken off"])
+def test_a_key_let_out_is_in_no_masked_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its part is left out; where it is in the sum already there is none: the run ends by name, and can go on."""
+    grid, settings = grid_in(tmp_path, method="fedavg", masked=True, rounds=2)
+    roll, asked = dict(ROLL), list[str]()
+    monkeypatch.setattr(server, "clients_by_node", lambda: roll)
+    stage = Stage.UNMASK if when == "when masks are taken off" else Stage.COLLECT_MASKED_VECTORS
+
+    def out(question: Message, answer: Message) -> Message:
+        config = question.content.config_records.get(RECORD_KEY_CONFIGS)
+        if config is not None and question.metadata.group_id == "2":
+            asked.append(str(config[Key.STAGE]))
+            if config[Key.STAGE] == stage and when != "after its part":
+                roll.pop(101, None)
+        return answer
+
+    def late(checked: Any, answers: list[Message]) -> list[Message]:
+        if when == "after its part" and asked[-1:] == [Stage.COLLECT_MASKED_VECTORS]:
+            roll.pop(101, None)
+        return answers
+
+    grid.tamper = out
+    monkeypatch.setattr(masked._Checked, "_distinct", late)
+    if when == "with its part":
+        history = server.serve(grid, settings).history
+        assert history[1]["refused"] == [{"client": 1, "why": LET_OUT}]
+        return
+    why = r"a masked sum with client 1, which was let out: .* cannot be taken out"
+    with pytest.raises(FedAlloyError, match=why):
+        server.serve(grid, settings)
+    assert (Stage.UNMASK in asked) is (stage == Stage.UNMASK)  # else nobody took off a mask
+    grid.tamper, grid.present = (lambda question, answer: answer), {100, 102}
+    history = server.serve(grid, {**settings, "least_sites": 2}).history
+    assert history[1]["refused"] == [{"client": 1, "why": "is not connected"}]
 
 
 def sites(room: Path, count: int = 2) -> Path:

@@ -19,7 +19,7 @@ from fedalloy.data.totals import Stats, Totals
 from fedalloy.errors import FedAlloyError, plain
 from fedalloy.flower.hello import Guest
 from fedalloy.flower.masked import masked_mean
-from fedalloy.flower.post import PAUSE, ROOM, SPARE, Lobby, pulled
+from fedalloy.flower.post import LET_OUT, PAUSE, ROOM, SPARE, Lobby, pulled
 from fedalloy.flower.records import read_reply
 from fedalloy.flower.statistics import CLIP, STATISTICS, declared, far_off, from_items, in_order, shown
 from fedalloy.flower.terms import Terms
@@ -175,6 +175,9 @@ def _heard(
         if waiting:
             time.sleep(PAUSE)
     refused |= dict.fromkeys(waiting.values(), f"did not answer within {limit:g} s")
+    for k in [k for k in heard if not lobby.admits(asked[k])]:
+        refused[k] = LET_OUT
+        del heard[k]
     return dict(sorted(heard.items()))
 
 

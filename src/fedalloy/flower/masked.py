@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fedalloy.alloy import Alloy
 from fedalloy.errors import FedAlloyError, plain
-from fedalloy.flower.post import PAUSE, Lobby, Post, pulled, silent
+from fedalloy.flower.post import LET_OUT, PAUSE, Lobby, Post, pulled, silent
 from fedalloy.flower.steps import Shape, check_answer, public_keys
 from fedalloy.wire import Mail, Reply, Spec
 
@@ -117,7 +117,7 @@ def masked_mean(
     checked = _Checked(lobby, shapes)
     sums = Sums(checked, asked)
     try:
-        _Workflow(sums, largest, limit, clip)(checked, _context(sums, round))
+        _Workflow(lobby, sums, largest, limit, clip)(checked, _context(sums, round))
     except (httpx.HTTPError, RunNotRunningException):  # the way is broken, or the run was stopped
         raise
     except Exception as error:  # shares look like noise: that they are wrong shows when they are put together
@@ -163,7 +163,7 @@ class _Checked(Grid):
         if isinstance(answer, str):
             raise FedAlloyError(answer)
         if not self.lobby.admitted(node):
-            raise FedAlloyError("was let out: its key is no longer in")
+            raise FedAlloyError(LET_OUT)
         if answer.has_error():
             raise FedAlloyError(f"failed: {plain(answer.error.reason)}")
         try:
@@ -205,11 +205,11 @@ class _Checked(Grid):
 class _Workflow(SecAggPlusWorkflow):
     """SecAgg+ whose sites get FedAlloy's mail."""
 
-    def __init__(self, sums: "Sums", largest: float, limit: float, clip: float) -> None:
+    def __init__(self, lobby: Lobby, sums: "Sums", largest: float, limit: float, clip: float) -> None:
         super().__init__(
             1.0, THRESHOLD, max_weight=largest, clipping_range=clip, quantization_range=STEPS, timeout=limit
         )
-        self.sums = sums
+        self.lobby, self.sums = lobby, sums
 
     def setup_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
         done = super().setup_stage(grid, context, state)
@@ -223,6 +223,21 @@ class _Workflow(SecAggPlusWorkflow):
         state.sampled_node_ids = here
         state.nid_to_neighbours = {node: state.nid_to_neighbours[node] & here for node in here}
         return done
+
+    def unmask_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
+        """Who is let out from here on is in the sum: nobody gets it, least of all one with and one without him."""
+        summed = set(state.active_node_ids)
+        done = self._all_in(summed) and super().unmask_stage(grid, context, state)
+        return self._all_in(summed) and done
+
+    def _all_in(self, nodes: set[int]) -> bool:
+        gone = sorted(guest.client for guest in self.lobby.guests_at(nodes) if not self.lobby.admits(guest))
+        if gone:
+            who = ", ".join(map(str, gone))
+            self.sums.fail(
+                f"is in a masked sum with client {who}, which {LET_OUT}, and cannot be taken out of it"
+            )
+        return not gone
 
 
 class Sums(FedAvg):

@@ -23,6 +23,7 @@ from fedalloy.workshop import Workshop
 
 PAUSE = 0.2  # seconds between two looks for replies
 KINDS = {"train": "train", "evaluate": "evaluate", "tell": "query"}
+LET_OUT = "was let out: its key is no longer in"
 SPARE = 60.0  # seconds that a message lives longer than we wait for it, so that the limit is ours
 ROOM = 64 * 1024 * 1024  # bytes that a reply may take beyond what its slots declare
 
@@ -110,6 +111,10 @@ class Lobby:
         """Whether this node is a guest whose key is still in."""
         return any(guest.node == node and self.admits(guest) for guest in self.guests.values())
 
+    def guests_at(self, nodes: set[int]) -> list[Guest]:
+        """Who these nodes are."""
+        return [guest for guest in self.guests.values() if guest.node in nodes]
+
     def _greet(self, node: int, answer: Message | str) -> None:
         try:
             if isinstance(answer, str):
@@ -176,6 +181,7 @@ class Post:
         """Nothing to close: the grid is Flower's."""
 
     def _exchange(self, mails: Sequence[Mail]) -> Iterator[Reply]:
+        """All are waited for before any is handed on: a reply counts only if its key is still in then."""
         self.lobby.look()
         waiting: dict[str, Mail] = {}
         asked: dict[str, Guest] = {}
@@ -186,15 +192,20 @@ class Post:
                 yield silent(mail, "is not connected")
             else:
                 waiting[sent], asked[sent] = mail, guest
+        all_mails, replies = dict(waiting), dict[str, Reply]()
         deadline = time.monotonic() + self.limit
         while waiting and time.monotonic() < deadline:
             for message in [name for name in waiting if not self.lobby.admits(asked[name])]:
-                yield silent(waiting.pop(message), "was let out: its key is no longer in")
-            yield from self._answers(waiting)
+                del waiting[message]
+            replies |= self._answers(waiting)
             if waiting:
                 time.sleep(PAUSE)
-        for mail in waiting.values():
-            yield silent(mail, f"did not answer within {self.limit:g} s")
+        for message, mail in all_mails.items():
+            reply = replies.pop(message, None)
+            if not self.lobby.admits(asked[message]):
+                yield silent(mail, LET_OUT)
+            else:
+                yield reply or silent(mail, f"did not answer within {self.limit:g} s")
 
     def record(self, mail: Mail) -> RecordDict:
         """A mail with what its site has to know of the run: private state after `checkpoint` may be asked for again."""
@@ -211,12 +222,12 @@ class Post:
         message = Message(record, guest.node, kind, ttl=self.limit + SPARE, group_id=str(mail.round))
         return next(iter(self.lobby.grid.push_messages([message])), None)
 
-    def _answers(self, waiting: dict[str, Mail]) -> list[Reply]:
+    def _answers(self, waiting: dict[str, Mail]) -> dict[str, Reply]:
         """The answers that are there; one that cannot even be unpacked harms nobody else's."""
-        replies = []
+        replies = {}
         for message, answer in pulled(self.lobby.grid, list(waiting)):
             mail = waiting.pop(message)
-            replies.append(silent(mail, answer) if isinstance(answer, str) else self._read(answer, mail))
+            replies[message] = silent(mail, answer) if isinstance(answer, str) else self._read(answer, mail)
         return replies
 
     def _read(self, answer: Message, mail: Mail) -> Reply:
