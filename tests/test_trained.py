@@ -243,7 +243,7 @@ def test_a_run_that_moved_and_lost_its_data(table: Path, tmp_path: Path) -> None
     assert torch.equal(model(np.ones((3, 2))), before)
     (moved / "preprocessing.json").unlink()  # as in folders of old
     with pytest.raises(fa.FedAlloyError, match=r"holds no preprocessing.json, so its data are needed once"):
-        fa.export(moved, tmp_path / "m.safetensors")
+        fa.export(moved, tmp_path / "n.safetensors")
     root.mkdir()
     shutil.copy(table, root / "cells.csv")
     assert torch.equal(fa.load_model(fa.export(moved, tmp_path / "n.safetensors"))(np.ones((3, 2))), before)

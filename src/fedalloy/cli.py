@@ -355,9 +355,9 @@ def export(
     Parameters
     ----------
     run
-        The folder of a run, or that of a federation's server.
+        The folder of a run, here or at a federation's server; the folder of a site, for its own model; or a model.
     path
-        The file to write: its ending says in which form.
+        The file to write, which must be new: its ending says in which form.
     """
     written = trained.export(run, path, client, allow_code=allow_code)
     facts = {"file": str(written), "bytes": written.stat().st_size}
@@ -369,7 +369,7 @@ def predict_samples(
     model: Path,
     samples: Path,
     *,
-    out: Annotated[Path | None, Parameter(help="Write a CSV file with a line for each sample.")] = None,
+    out: Annotated[Path | None, Parameter(help="A new CSV file with a line for each sample.")] = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:

@@ -27,13 +27,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FedAlloyError:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, other: str = "--out") -> Iterator[None]:
     """Turn the system's refusal to write into a sentence about what the user named."""
     try:
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise FedAlloyError(f"cannot write {path}: {reason}; give another --out") from None
+        raise FedAlloyError(f"cannot write {path}: {reason}; give another {other}") from None
 
 
 MOST_SHOWN = 300  # characters of what somebody else said

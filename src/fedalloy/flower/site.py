@@ -39,6 +39,7 @@ from fedalloy.imports import Imports, foreign_in, outside
 from fedalloy.mechanisms.privacy import Private
 from fedalloy.run import Setup, one_thread
 from fedalloy.storage import PRIVATE, kept_secret, private_folder, write_whole
+from fedalloy.trained.kept import keep_tested
 from fedalloy.wire import Mail, Reply, dump
 from fedalloy.workshop import Workshop, state_before
 
@@ -160,6 +161,8 @@ class Desk:
             journal.begin(mail.round)
         with one_thread():
             reply = workshop.open(mail)
+            if mail.errand == "evaluate":
+                keep_tested(self.state, run, workshop, mail, self.config)
         if mail.errand == "train":
             journal.keep(mail.round, checkpoint)
         return replace(reply, samples=0, steps=0, seen=0, loss=0.0, seconds=0.0) if self.sealer else reply

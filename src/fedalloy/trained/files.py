@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fedalloy import nets, registry
-from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError, writing
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed, outside
 from fedalloy.nets.base import Net
 from fedalloy.site import Site
 from fedalloy.storage import fingerprint, write_whole
 from fedalloy.trained.card import MOST_BYTES, Card
+from fedalloy.trained.kept import newest
 from fedalloy.trained.model import Model
 from fedalloy.trained.samples import stored
 from fedalloy.trained.take import Nearest, Opened
@@ -34,7 +35,8 @@ MOST_NUMBERS = 2**28  # parameters of a net that is built because a file says so
 def export(run: str | Path, path: str | Path, client: int | None = None, *, allow_code: bool = False) -> Path:
     """Write the model of a run folder to `.safetensors`, `.pt2` or `.onnx`: the global one, or a client's own.
 
-    A folder that names code outside of FedAlloy is refused, unless you trust it and allow that.
+    `run` may also be a site's folder, for the model that it keeps, or a `.safetensors` file, for another form of it.
+    What names code outside of FedAlloy is refused, unless you trust it and allow that.
 
     >>> import fedalloy as fa
     >>> fed = fa.federate("digits", clients=2, skew="iid")
@@ -43,18 +45,30 @@ def export(run: str | Path, path: str | Path, client: int | None = None, *, allo
     >>> fa.load_model(written).card.method
     'fedavg'
     """
-    _ending(Path(path))
-    folder = RunFolder.existing(Path(run))
+    _new(Path(path))
+    return write(_found(Path(run), client, allow_code), Path(path))
+
+
+def _found(path: Path, client: int | None, allow_code: bool) -> Model:
+    """The model of a run, of a site, or in a file."""
+    kept = path if path.suffix == ".safetensors" else newest(path)
+    if kept is not None:
+        model = load_model(kept, allow_code=allow_code)
+        if client not in (None, model.card.client):
+            raise FedAlloyError(f"{kept} is not the model of client {client}; leave --client away")
+        return model
+    folder = RunFolder.existing(path)
     settings = folder.config.model_dump()
-    imports = allowed(str(folder.path / "config.toml"), settings, allow_code=allow_code)
-    opened = Opened.of(run, imports)
-    return write(opened.model() if client is None else opened.personal(client), Path(path))
+    imports = allowed(str(path / "config.toml"), settings, allow_code=allow_code)
+    opened = Opened.of(path, imports)
+    return opened.model() if client is None else opened.personal(client)
 
 
 def write(model: Model, path: Path) -> Path:
     """One model, in the form that the ending names."""
-    blob = {".safetensors": _safetensors, ".pt2": _pt2, ".onnx": _onnx}[_ending(path)](model)
-    write_whole(path, blob)
+    blob = {".safetensors": packed, ".pt2": _pt2, ".onnx": _onnx}[_new(path)](model)
+    with writing(path, "file"):
+        write_whole(path, blob)
     return path
 
 
@@ -89,9 +103,14 @@ def load_model(path: str | Path, *, allow_code: bool = False) -> Model:
     return Model(net, card)
 
 
-def _ending(path: Path) -> str:
+def _new(path: Path) -> str:
+    """The ending of a file that is to be written: refused before any work is done."""
     if path.suffix not in ENDINGS:
         raise FedAlloyError(f"{path.name}: a model file ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if path.exists():
+        raise FedAlloyError(f"{path} exists already; give another file")
+    if not path.parent.is_dir():
+        raise FedAlloyError(f"cannot write {path}: there is no folder {path.parent}")
     return path.suffix
 
 
@@ -100,7 +119,8 @@ def _tensors(net: nn.Module) -> Items:
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
 
 
-def _safetensors(model: Model) -> bytes:
+def packed(model: Model) -> bytes:
+    """Named tensors, and the card."""
     items = {name: value.detach() for name, value in _tensors(model.net).items()}
     return dump(items, replace(model.card, weights_sha256=fingerprint(items)).facts)
 

@@ -5,6 +5,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedalloy.errors import FedAlloyError, writing
 from fedalloy.storage import write_whole
 from fedalloy.trained.files import load_model
 from fedalloy.trained.model import Model, Prediction
@@ -57,10 +58,13 @@ def predict(
     >>> len(fa.predict(result.model, result.folder / "new.npz").rows)
     3
     """
+    if out is not None and Path(out).exists():
+        raise FedAlloyError(f"{out} exists already; give another --out")
     chosen = model if isinstance(model, Model) else load_model(model, allow_code=allow_code)
     found = read(Path(samples), chosen.preprocessing)
     rows = tuple(chosen.predict(found.x))
     made = Predictions(chosen.class_names, found.titles, rows, found.labels, found.ignored)
     if out is not None:
-        write_whole(Path(out), made.to_csv().encode())
+        with writing(Path(out)):
+            write_whole(Path(out), made.to_csv().encode())
     return made

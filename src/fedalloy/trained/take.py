@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedalloy import __version__, registry
+from fedalloy.alloy import Alloy
 from fedalloy.client import Client, ClientData, Info, personal_client
 from fedalloy.config import Config
 from fedalloy.data.batches import Prepare
@@ -83,7 +84,10 @@ class Opened:
                 "take one with --client, or result.personal(client)"
             )
         net = copy.deepcopy(self.server.site.showing(which, *shown[which]))
-        return self._model(net, self.config.architectures[0], which)
+        name = self.config.architectures[0]
+        return carded(
+            net, self.config, self.server.method, self.server.round, self.preprocessing, name, which
+        )
 
     def personal(self, client: int) -> Model:
         """The model of one client, as it is evaluated."""
@@ -94,12 +98,17 @@ class Opened:
             raise FedAlloyError(
                 f"{method.title} has no personal models; take the global one, without --client"
             )
+        if (self.folder.path / "run-id").exists():  # a real federation: its clients' state is theirs
+            raise FedAlloyError(
+                f"client {client}'s own model is at its site: type 'fedalloy export site-{client} ...' there"
+            )
         known = self.folder.vault.load(client, self.server.round + 1)
         data, info = self._data(client), self.server.info
         mail = self.server.send(client, "evaluate")
         asked = personal_client(method, site, data, info, self.config.local, known, mail, self.config.seed)
         net, head = as_used(asked)
-        return self._model(net, site.model, "personal", client, head)
+        round, how = self.server.round, self.preprocessing
+        return carded(net, self.config, method, round, how, site.model, "personal", client, head)
 
     def _data(self, client: int) -> ClientData:
         """What the client holds, where its model is adapted to it before it is used; else nothing."""
@@ -110,27 +119,24 @@ class Opened:
         nothing = torch.empty(0, *self.preprocessing.shape), torch.empty(0, dtype=torch.int64)
         return ClientData(*nothing, *nothing, self.preprocessing.classes, Prepare.of(self.preprocessing))
 
-    def _model(
-        self, net: Net, name: str, which: Which, client: int | None = None, head: Head = "own"
-    ) -> Model:
-        if not all(bool(torch.isfinite(one).all()) for one in (*net.parameters(), *net.buffers())):
-            raise FedAlloyError(f"the model in {self.folder.path} is not finite: its training diverged")
-        config = self.config
-        card = Card(
-            self.server.method.expression,
-            config.data,
-            name,
-            config.architectures,
-            config.seed,
-            config.rounds,
-            self.server.round,
-            which,
-            client,
-            head,
-            self.preprocessing,
-            __version__,
-        )
-        return Model(net, card)
+
+def carded(
+    net: Net,
+    config: Config,
+    method: Alloy,
+    round: int,
+    how: Preprocessing,
+    name: str,
+    which: Which,
+    client: int | None = None,
+    head: Head = "own",
+) -> Model:
+    """A net with all that is to be known of it; one that is not finite is refused."""
+    if not all(bool(torch.isfinite(one).all()) for one in (*net.parameters(), *net.buffers())):
+        raise FedAlloyError(f"the model after round {round} is not finite: its training diverged")
+    models, expression = config.architectures, method.expression
+    told = (expression, config.data, name, models, config.seed, config.rounds, round, which, client, head)
+    return Model(net, Card(*told, how, __version__))
 
 
 def as_used(client: Client) -> tuple[Net, Head]:

@@ -1,0 +1,48 @@
+"""A site's own model: kept on its own disk whenever it is tested, and nowhere else."""
+
+import logging
+from pathlib import Path
+
+from fedalloy.client import personal_client
+from fedalloy.config import Config
+from fedalloy.errors import FedAlloyError
+from fedalloy.storage import write_whole
+from fedalloy.trained.take import as_used, carded
+from fedalloy.wire import Mail
+from fedalloy.workshop import Workshop, tiny_is_zero
+
+FOLDER = "models"  # in a site's state: RUN.safetensors
+log = logging.getLogger("fedalloy")
+
+
+def keep_tested(state: Path, run: str, workshop: Workshop, mail: Mail, config: Config) -> None:
+    """Write the model that a test at this site has just judged, if it is this client's own."""
+    from fedalloy.trained.files import packed
+
+    method = workshop.method
+    if not method.personal:
+        return
+    federation, site = workshop.federation, workshop.sites.of(mail.client)
+    known = workshop.vault.load(mail.client, mail.round + 1)
+    data = federation.client(mail.client)
+    with tiny_is_zero():
+        client = personal_client(
+            method, site, data, federation.info, config.local, known, mail, workshop.seed
+        )
+        net, head = as_used(client)
+    how = federation.dataset.preprocessing
+    try:
+        model = carded(net, config, method, mail.round, how, site.model, "personal", mail.client, head)
+    except FedAlloyError as error:
+        log.warning("run %s: %s; no model is kept", run, error)
+        return
+    file = state / FOLDER / f"{run}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_whole(file, packed(model), 0o600)
+
+
+def newest(folder: Path) -> Path | None:
+    """The model that was kept last in a site's folder or its state; None where there is none."""
+    places = (folder / FOLDER, folder / "state" / FOLDER)
+    found = [file for place in places if place.is_dir() for file in place.glob("*.safetensors")]
+    return max(found, key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
