@@ -376,6 +376,15 @@ def test_a_card_cannot_ask_for_all_memory(file: Path, tmp_path: Path) -> None:
     path = changed(file, tmp_path / "m.safetensors", preprocessing=how, model="mlp(hidden=16384)")
     with pytest.raises(fa.FedAlloyError, match="parameters"):
         fa.load_model(path)
+    for method in (
+        "fml(meme='{}')",
+        "fedavg+auxiliary(model='{}')",
+        "fedsce(aux='{}')",
+        "fedkd(student='{}')",
+    ):
+        path = changed(file, path, method=method.format("MLP(hidden=16384, depth=64)"))
+        with pytest.raises(fa.FedAlloyError, match="parameters"):
+            fa.load_model(path)
 
 
 def test_weights_that_are_not_the_nets_are_refused(file: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedalloy import nets, registry
 from fedalloy.errors import FedAlloyError, writing
+from fedalloy.expression import parse, single
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed, outside
 from fedalloy.nets.base import Net
@@ -80,7 +81,7 @@ def load_model(path: str | Path, *, allow_code: bool = False) -> Model:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise FedAlloyError(
-            f"{path.name}: FedAlloy reads .safetensors; .pt2 is for torch.export.load, .onnx for onnxruntime"
+            f"{path}: FedAlloy reads .safetensors; .pt2 is for torch.export.load, .onnx for onnxruntime"
         )
     if not path.is_file():
         raise FedAlloyError(f"there is no model {path}; write one with 'fedalloy export RUN {path.name}'")
@@ -129,11 +130,7 @@ def _skeleton(card: Card, path: Path, imports: Imports | None) -> Net:
     """The net that a card describes, with weights that do not matter."""
     inputs = card.preprocessing.inputs
     if not card.code:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            for name in dict.fromkeys((card.model, *card.models)):
-                parameters = sum(p.numel() for p in nets.build(name, inputs).parameters())
-                if parameters > MOST_NUMBERS:
-                    raise FedAlloyError(f"{path}: {name} would have {parameters:,} parameters here")
+        _refuse_giants(card, path)
     method = registry.make(card.method, imports)
     site = Site(method, card.model, inputs, card.seed, card.models, rounds=card.rounds, imports=imports)
     if card.which == "aux" and not hasattr(site.net, "aux"):
@@ -145,6 +142,25 @@ def _skeleton(card: Card, path: Path, imports: Imports | None) -> Net:
         net.neck = nn.Identity()
         net.head = Nearest(torch.zeros(inputs.classes, net.width), torch.zeros(inputs.classes))
     return net.eval()
+
+
+def _refuse_giants(card: Card, path: Path) -> None:
+    """Nets that would take more memory than any of FedAlloy's do, those of a method's parameters too."""
+    named = [word for term in parse(card.method) for word in term.parameters.values()]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        for name in dict.fromkeys((card.model, *card.models, *filter(_is_net, named))):
+            net = nets.build(str(name), card.preprocessing.inputs)
+            parameters = sum(p.numel() for p in net.parameters())
+            if parameters > MOST_NUMBERS:
+                raise FedAlloyError(f"{path}: {name} would have {parameters:,} parameters here")
+
+
+def _is_net(word: object) -> bool:
+    with suppress(FedAlloyError):  # of a word that is no expression
+        return isinstance(word, str) and single(word).name in {
+            model.name.replace("-", "") for model in nets.names()
+        }
+    return False
 
 
 def _fill(net: Net, items: Items, path: Path) -> None:

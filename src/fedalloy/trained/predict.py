@@ -49,7 +49,7 @@ class Predictions:
 def predict(
     model: str | Path | Model, samples: str | Path, out: str | Path | None = None, *, allow_code: bool = False
 ) -> Predictions:
-    """Ask a model about the samples in a CSV, Parquet or npz file, an image, or a folder of images.
+    """Ask a model about the samples in a CSV or npz file, an image, or a folder of images.
 
     >>> import fedalloy as fa, numpy as np
     >>> fed = fa.federate("digits", clients=2, skew="iid")

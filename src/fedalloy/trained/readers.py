@@ -47,8 +47,8 @@ def _npz(path: Path, how: Preprocessing) -> Found:
             name, label = ("x", "y") if "x" in keys else ("x_test", "y_test")
             x: Array | None = file[name] if name in keys else None
             y: Array | None = file[label] if label in keys and x is not None else None
-    except Exception as error:  # whatever numpy says to a file that is none of its own
-        raise FedAlloyError(f"{path} is no readable npz file of plain arrays ({error})") from None
+    except Exception:  # whatever numpy says to a file that is none of its own
+        raise FedAlloyError(f"{path} is no readable npz file of plain arrays") from None
     if x is None:
         raise FedAlloyError(f"{path} holds {', '.join(sorted(keys)) or 'nothing'}; expected x, or x_test")
     made = stored(x, how)
