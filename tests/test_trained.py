@@ -231,6 +231,16 @@ def test_the_file_is_all_that_is_needed(file: Path, digits: Result, tmp_path: Pa
     assert said == digits.model(x).tolist()
 
 
+def unsealed(folder: Path) -> None:
+    """As a folder of old, without digests and preprocessing."""
+    config = folder / "config.toml"
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if line[0] != "#"))
+    checkpoint = folder / "checkpoint" / "server.safetensors"
+    items, facts = restore(checkpoint.read_bytes())
+    checkpoint.write_bytes(dump(items, {name: facts[name] for name in ("round", "data")}))
+
+
+@pytest.mark.filterwarnings("ignore:.*earlier version")
 def test_a_run_that_moved_and_lost_its_data(table: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     root.mkdir()
@@ -241,7 +251,10 @@ def test_a_run_that_moved_and_lost_its_data(table: Path, tmp_path: Path) -> None
     moved = Path(shutil.move(result.folder, tmp_path / "elsewhere"))
     model = fa.load_model(fa.export(moved, tmp_path / "m.safetensors"))
     assert torch.equal(model(np.ones((3, 2))), before)
-    (moved / "preprocessing.json").unlink()  # as in folders of old
+    (moved / "preprocessing.json").unlink()
+    with pytest.raises(fa.FedAlloyError, match=r"preprocessing.json is damaged"):
+        fa.export(moved, tmp_path / "n.safetensors")
+    unsealed(moved)
     with pytest.raises(fa.FedAlloyError, match=r"holds no preprocessing.json, so its data are needed once"):
         fa.export(moved, tmp_path / "n.safetensors")
     root.mkdir()

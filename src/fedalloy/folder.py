@@ -286,6 +286,8 @@ class RunFolder:
         file = self.path / "preprocessing.json"
         if not file.exists():
             write_whole(file, how.to_json().encode())
+        elif read_whole(file) != how.to_json().encode():
+            raise damaged(file, "it is not what the run began with")
 
     def preprocessing(self) -> Preprocessing | None:
         """How samples are prepared, or None in a folder that does not say."""

@@ -75,12 +75,11 @@ def test_who_has_none_keeps_none(tmp_path: Path) -> None:
 
 def test_same_model_as_in_a_simulation(tmp_path: Path) -> None:
     settings = {**SMALL, "method": "fedper", "test_share": 0.2, "run_folder": str(tmp_path / "run")}
-    nodes = [{"state": str(tmp_path / f"{client}")} for client in range(3)]
-    serve(Loopback(settings, tmp_path, nodes), settings)
+    serve(Loopback(settings, tmp_path / "state", [{}] * 3), settings)  # three clients of one state folder
     dealt = {name: settings[name] for name in ("clients", "skew", "test_share")}
     trained = {name: settings[name] for name in ("method", "model", "rounds", "batch")}
     simulated = fa.train(fa.federate("digits", **dealt), engine="inline", **trained)
     x = fa.federate("digits", **dealt).dataset.x[:20]
     for client in range(3):
-        kept = fa.load_model(fa.export(tmp_path / str(client), tmp_path / f"{client}.safetensors"))
+        kept = fa.load_model(fa.export(tmp_path / "state", tmp_path / f"{client}.safetensors", client))
         assert torch.equal(kept(x), simulated.personal(client)(x))

@@ -52,7 +52,7 @@ def export(run: str | Path, path: str | Path, client: int | None = None, *, allo
 
 def _found(path: Path, client: int | None, allow_code: bool) -> Model:
     """The model of a run, of a site, or in a file."""
-    kept = path if path.suffix == ".safetensors" else newest(path)
+    kept = path if path.suffix == ".safetensors" else newest(path, client) or newest(path)
     if kept is not None:
         model = load_model(kept, allow_code=allow_code)
         if client not in (None, model.card.client):

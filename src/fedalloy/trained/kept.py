@@ -6,12 +6,12 @@ from pathlib import Path
 from fedalloy.client import personal_client
 from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
-from fedalloy.storage import write_whole
+from fedalloy.storage import PRIVATE, private_folder, write_whole
 from fedalloy.trained.take import as_used, carded
 from fedalloy.wire import Mail
 from fedalloy.workshop import Workshop, tiny_is_zero
 
-FOLDER = "models"  # in a site's state: RUN.safetensors
+FOLDER = "models"  # in a site's state: RUN-CLIENT.safetensors
 log = logging.getLogger("fedalloy")
 
 
@@ -36,13 +36,18 @@ def keep_tested(state: Path, run: str, workshop: Workshop, mail: Mail, config: C
     except FedAlloyError as error:
         log.warning("run %s: %s; no model is kept", run, error)
         return
-    file = state / FOLDER / f"{run}.safetensors"
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_whole(file, packed(model), 0o600)
+    file = state / FOLDER / f"{run}-{mail.client}.safetensors"
+    private_folder(file.parent)
+    write_whole(file, packed(model), PRIVATE)
 
 
-def newest(folder: Path) -> Path | None:
+def newest(folder: Path, client: int | None = None) -> Path | None:
     """The model that was kept last in a site's folder or its state; None where there is none."""
     places = (folder / FOLDER, folder / "state" / FOLDER)
-    found = [file for place in places if place.is_dir() for file in place.glob("*.safetensors")]
+    found = [
+        file
+        for place in places
+        if place.is_dir()
+        for file in place.glob(f"*-{'*' if client is None else client}.safetensors")
+    ]
     return max(found, key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
