@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,10 @@ from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.folder import RunFolder
 from fedalloy.report.html import write_run_report
 from fedalloy.run import reopen, resume, start
-from fedalloy.storage import kept_secret, private_folder, write_whole
+from fedalloy.storage import kept_secret
 from fedalloy.wire import dump, restore
 from fuzzing import dice
+from terminal import fedalloy, tree
 
 METHODS = {
     "scaffold": "scaffold",
@@ -69,6 +69,15 @@ def bits(path: Path) -> Bits:
     told = [{key: value for key, value in line.items() if key != "seconds"} for line in result.history]
     summary = result.summary
     return summary["weights_sha256"], summary["private_sha256"], summary.get("epsilon"), told
+
+
+def typed(path: Path) -> Bits:
+    """The same, as a user does it."""
+    said = fedalloy("run", "--resume", str(path), "--json")
+    if said.code:
+        assert (said.code, len(said.trouble)) == (2, 1), said.err
+        raise FedAlloyError(said.trouble[0])
+    return bits(path)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +133,20 @@ def longer(run: Path) -> None:
 def as_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
+
+
+def as_link(path: Path, to: str) -> None:
+    path.unlink()
+    path.symlink_to(to)
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
 
 
 def as_file(folder: Path) -> None:
@@ -236,6 +259,98 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "checkpoint",
     ),
     "a lock that is a folder": ("local", lambda run: as_folder(run / "checkpoint/.lock"), ".lock"),
+    "a lock that is a link": (
+        "local",
+        lambda run: as_link(run / "checkpoint/.lock", "../config.toml"),
+        ".lock",
+    ),
+    "a history line twice": (
+        "private",
+        lambda run: edit(run / "history.jsonl", lambda lines: [lines[0], *lines]),
+        "history.jsonl",
+    ),
+    "history of another run": (
+        "private",
+        lambda run: edit(run / "history.jsonl", lambda lines: [line.replace("1", "2") for line in lines]),
+        "history.jsonl",
+    ),
+    "history a link to nowhere": (
+        "private",
+        lambda run: as_link(run / "history.jsonl", "nowhere"),
+        "history.jsonl",
+    ),
+    "history a pipe": ("private", lambda run: as_pipe(run / "history.jsonl"), "history.jsonl"),
+    "config a pipe": ("scaffold", lambda run: as_pipe(run / "config.toml"), ""),
+    "a line of the config deleted": (
+        "scaffold",
+        lambda run: edit(run / "config.toml", lambda lines: [x for x in lines if not x.startswith("limit")]),
+        "config.toml",
+    ),
+    "a setting added to the config": (
+        "scaffold",
+        lambda run: edit(run / "config.toml", lambda lines: [*lines, "weight_decay = 0.1\n"]),
+        "config.toml",
+    ),
+    "a checkpoint cut": (
+        "private",
+        lambda run: os.truncate(run / "checkpoint/server.safetensors", 200),
+        "server.safetensors",
+    ),
+    "a checkpoint with more at its end": (
+        "private",
+        lambda run: append(run / "checkpoint/server.safetensors"),
+        "server.safetensors",
+    ),
+    "a checkpoint of a client's state": (
+        "scaffold",
+        lambda run: shutil.copy(states(run)[0], run / "checkpoint/server.safetensors"),
+        "server.safetensors",
+    ),
+    "a checkpoint that is a link": (
+        "scaffold",
+        lambda run: as_link(run / "checkpoint/server.safetensors", "nowhere"),
+        "server.safetensors",
+    ),
+    "a checkpoint that is a pipe": (
+        "scaffold",
+        lambda run: as_pipe(run / "checkpoint/server.safetensors"),
+        "server.safetensors",
+    ),
+    "a private state cut": (
+        "local",
+        lambda run: os.truncate(states(run)[0], 100),
+        "000000/000002.safetensors",
+    ),
+    "a private state that is a pipe": (
+        "local",
+        lambda run: as_pipe(states(run)[0]),
+        "000000/000002.safetensors",
+    ),
+    "a private state that is a folder": (
+        "local",
+        lambda run: as_folder(states(run)[0]),
+        "000000/000002.safetensors",
+    ),
+    "state of a client that has none": (
+        "scaffold",
+        lambda run: shutil.copytree(states(run)[0].parent, run / "checkpoint/clients/000007"),
+        "000007/000002.safetensors",
+    ),
+    "something among the clients": (
+        "scaffold",
+        lambda run: (run / "checkpoint/clients/notes").mkdir(),
+        "checkpoint/clients/notes",
+    ),
+    "how samples are prepared": (
+        "scaffold",
+        lambda run: edit(run / "preprocessing.json", lambda lines: [x.replace("0.", "1.") for x in lines]),
+        "preprocessing.json",
+    ),
+    "how samples are prepared, deleted": (
+        "scaffold",
+        lambda run: (run / "preprocessing.json").unlink(),
+        "preprocessing.json",
+    ),
 }
 
 
@@ -247,8 +362,33 @@ def test_damage_is_refused_and_the_file_is_named(name: str, runs: Runs, tmp_path
     damage(run)
     with pytest.raises(FedAlloyError) as said:
         resume(run)
+    assert str(run) in str(said.value)
     assert named in str(said.value)
     assert not (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in REFUSED if name.startswith(("a history", "no ", "a byte"))]
+)
+def test_the_command_line_says_so_in_one_sentence(name: str, runs: Runs, tmp_path: Path) -> None:
+    method, damage, named = REFUSED[name]
+    shutil.copytree(runs(method)[0], tmp_path / "run")
+    damage(tmp_path / "run")
+    before = tree(tmp_path / "run")
+    said = fedalloy("run", "--resume", str(tmp_path / "run"))
+    assert said.code == 2
+    assert len(said.trouble) == 1
+    assert named in said.trouble[0]
+    assert tree(tmp_path / "run") == before
+
+
+def test_a_state_of_another_run_is_refused(runs: Runs, tmp_path: Path) -> None:
+    """The same client and round of another method."""
+    run, other = tmp_path / "run", runs("scaffold")[0]
+    shutil.copytree(runs("local")[0], run)
+    shutil.copy(states(other)[1], states(run)[1])
+    with pytest.raises(FedAlloyError, match=r"000001/000002\.safetensors is damaged"):
+        resume(run)
 
 
 SAME: dict[str, Callable[[Path], object]] = {
@@ -343,49 +483,6 @@ def test_a_run_has_no_other_secret_than_it_began_with(tmp_path: Path) -> None:
         kept_secret(folder.path / "secret")
 
 
-# Who may read
-
-
-def test_what_is_private_is_private_under_any_umask(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        cut(config("scaffold"), tmp_path / "run")
-        kept_secret(tmp_path / "site" / "secrets" / "a")
-        write_whole(tmp_path / "public", b"")
-    finally:
-        os.umask(before)
-    kept = [
-        tmp_path / "run/checkpoint",
-        *(tmp_path / "run/checkpoint").rglob("*"),
-        *(tmp_path / "site").rglob("*"),
-    ]
-    assert len(kept) > 8
-    for path in kept:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert stat.S_IMODE((tmp_path / "public").stat().st_mode) == 0o666
-
-
-def test_a_private_file_is_private_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda file: seen.append(stat.S_IMODE(os.fstat(file).st_mode)))
-    before = os.umask(0)
-    try:
-        (tmp_path / f".key.{os.getpid()}").symlink_to(tmp_path / "elsewhere")
-        write_whole(tmp_path / "key", b"secret", 0o600)
-    finally:
-        os.umask(before)
-    assert seen == [0o600]
-    assert [path.name for path in tmp_path.iterdir()] == ["key"]
-
-
-def test_an_open_folder_is_closed(tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir(mode=0o755)
-    private_folder(tmp_path / "state")
-    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
-
-
 # At random
 
 
@@ -422,9 +519,11 @@ def flipped(path: Path, chance: random.Random) -> None:
 
 def replaced(path: Path, chance: random.Random) -> None:
     path.unlink()
-    how = chance.choice(["folder", "nowhere", "file"])
+    how = chance.choice(["folder", "nowhere", "file", "pipe"])
     if how == "folder":
         path.mkdir()
+    elif how == "pipe":
+        os.mkfifo(path)
     else:
         path.symlink_to("nowhere" if how == "nowhere" else "config.toml")
 
@@ -502,7 +601,7 @@ def test_any_damage_is_refused_or_changes_nothing(
         where = f"{chance} {method}: {done}"
         said, found = None, None
         try:
-            found = bits(run)
+            found = bits(run) if chance.random() < 0.9 else typed(run)
         except FedAlloyError as error:
             said = str(error)
         except Exception as error:

@@ -14,7 +14,7 @@ from typing import Any
 from fedalloy.config import Config
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
-from fedalloy.seals import checkpoint_digest, digest_of, settings_digest, summary_digest
+from fedalloy.seals import checkpoint_digest, digest_of, facts_digest, settings_digest
 from fedalloy.storage import (
     PRIVATE,
     Digests,
@@ -264,7 +264,7 @@ class RunFolder:
             if self._mark():
                 raise damaged(file, "it lacks its digest")
             return found
-        if seal != summary_digest(found):
+        if seal != facts_digest(found):
             raise damaged(file, "it is not what the run wrote")
         if found["config_sha256"] != settings_digest(Config.read(self.path / "config.toml")):
             raise damaged(self.path / "config.toml", "it holds other settings than the run began with")
@@ -301,7 +301,7 @@ class RunFolder:
             "history_sha256": digest_of(self._lines()).hexdigest(),
         }
         whole = json.loads(json.dumps(summary | digests))
-        whole["sha256"] = summary_digest(whole)
+        whole["sha256"] = facts_digest(whole)
         write_whole(self.path / "summary.json", (json.dumps(whole, indent=2) + "\n").encode())
         return summary | digests | {"sha256": whole["sha256"]}
 

@@ -23,9 +23,9 @@ def settings_digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def summary_digest(summary: dict[str, Any]) -> str:
-    """sha256 over all fields but the one it stands in."""
-    rest = {name: value for name, value in summary.items() if name != "sha256"}
+def facts_digest(facts: dict[str, Any]) -> str:
+    """sha256 over all fields but the one it stands in, `sha256`."""
+    rest = {name: value for name, value in facts.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ it had not been.
 import hashlib
 import importlib.util
 import json
+import os
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports
 from fedalloy.random import seed_of
 from fedalloy.run import OnReply, OnRound
+from fedalloy.seals import facts_digest
 from fedalloy.search import RATES, Point, Space
 from fedalloy.series import Series, at_hand, check_settings, rounds_left
-from fedalloy.storage import claim, unless_refused, write_whole
+from fedalloy.storage import claim, read_whole, unless_refused, write_whole
 
 VALIDATION = 0.2  # where none is given
 
@@ -207,24 +209,29 @@ class Tuning:
     def _recorded(self) -> list[Point]:
         """The points of this search so far, in the order in which they were proposed."""
         file = self.folder / "tune.json"
-        if not file.exists():
+        if not os.path.lexists(file):
             return []
+        broken = FedAlloyError(f"{file} is damaged; give another --out")
         try:
-            found = json.loads(file.read_bytes())
+            found = json.loads(read_whole(file))
             points = [trial["point"] for trial in found["trials"]]
             searched = {name: found[name] for name in self._search}
-        except (ValueError, KeyError, TypeError):
-            raise FedAlloyError(f"{file} is damaged; give another --out") from None
+            seal = found.get("sha256")  # an earlier version wrote none
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise broken from None
         if searched != json.loads(json.dumps(self._search)):
             raise FedAlloyError(
                 f"{self.folder} holds another search ({found.get('command')}); give another --out"
             )
+        if seal not in (None, facts_digest(found)) or not all(point in self.space.grid for point in points):
+            raise broken
         return points
 
     def _record(self, points: Sequence[Point]) -> None:
         trials = [self.trial(number, point) for number, point in enumerate(points, 1)]
         described = [self._described(trial) for trial in trials]
         facts = {**self._search, "command": self.command, "trials": described}
+        facts["sha256"] = facts_digest(json.loads(json.dumps(facts)))
         write_whole(self.folder / "tune.json", (json.dumps(facts, indent=2) + "\n").encode())
 
     def _described(self, trial: Trial) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def write_text(path: Path, text: str) -> Path:
 def write_plotlyjs(folder: Path) -> Path:
     """Put plotly.min.js into a folder, once, for the reports of many runs to share."""
     path, script = folder / "plotly.min.js", get_plotlyjs()
-    if path.is_file() and path.read_text(encoding="utf-8") == script:
+    if path.is_file() and path.read_bytes() == script.encode():
         return path
     return write_text(path, script)
 
