@@ -22,7 +22,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed
-from fedalloy.storage import write_whole
+from fedalloy.storage import damaged, read_whole, write_whole
 
 if TYPE_CHECKING:
     from fedalloy.flower.deploy import Deployment
@@ -450,8 +450,11 @@ def _last(made: "Deployment") -> dict[str, Any]:
     file = made.folder / "server" / LAST
     if not file.exists():
         raise FedAlloyError(f"nothing was run yet; type: fedalloy deploy run {made.folder}")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    try:
+        found = json.loads(read_whole(file))
+        return {"run": int(found["run"]), "folder": str(found["folder"]), "rounds": int(found["rounds"])}
+    except (ValueError, KeyError, TypeError):
+        raise damaged(file, "it names no run") from None
 
 
 @contextmanager
