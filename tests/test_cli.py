@@ -221,7 +221,7 @@ class TestOtherCommands:
         prox = next(method for method in found["methods"] if method["name"] == "fedprox")
         assert (prox["title"], prox["paper"]) == ("FedProx", "Li et al., MLSys 2020")
         mu = prox["parameters"][0]
-        assert (mu["name"], mu["default"], mu["range"]) == ("mu", 0.01, "a number of at least 0")
+        assert (mu["name"], mu["default"], mu["range"]) == ("mu", 0.01, "a number from 0 to 1000000")
         assert "0.001, 0.01, 0.1, 0.5, 1" in mu["paper"]
         assert all(method["summary"] and method["family"] for method in found["methods"])
         assert {part["name"] for part in found["parts"]} >= {"prox", "share"}

@@ -80,7 +80,7 @@ def test_names_in_a_file_may_have_hyphens(tmp_path: Path) -> None:
 def test_whole_numbers_stand_for_numbers_but_words_do_not() -> None:
     assert Config.of({"lr": 1}, "file").lr == 1.0
     with pytest.raises(
-        FedAlloyError, match=r"^file: lr must be a number above 0, not '1'; for example 0.05$"
+        FedAlloyError, match=r"^file: lr must be a number from 1e-12 to 1000000, not '1'; for example 0.05$"
     ):
         Config.of({"lr": "1"}, "file")
 
@@ -121,9 +121,7 @@ class TestExpression:
         else:
             assert parse(typed) == terms
 
-    @pytest.mark.parametrize(
-        "typed", ["a(x=1, x=2)", "a(**b)", "a.b", "a-1", "a(x=b())", "(" * 300, "\0", "+"]
-    )
+    @pytest.mark.parametrize("typed", ["a(x=1, x=2)", "a(**b)", "a.b", "a(x=b())", "(" * 300, "\0", "+"])
     def test_what_is_no_expression_is_refused(self, typed: str) -> None:
         with pytest.raises(FedAlloyError, match="cannot read"):
             parse(typed)

@@ -242,6 +242,8 @@ def test_views() -> None:
 
 @given(skews)
 def test_text_and_back(skew: Skew) -> None:
+    number = getattr(skew, "alpha", 1.0)
+    assume(1e-6 <= number <= 1e6)  # what can be typed
     assert parse_skew(str(skew)) == skew
 
 
@@ -273,7 +275,7 @@ def test_text_is_kept(text: str) -> None:
         ("dirichlet:x", "such as dirichlet:0.1"),
         ("dirichlet:-1", "above 0"),
         ("dirichlet:nan", "above 0"),
-        ("dirichlet:1e999", "finite"),
+        ("dirichlet:1e999", "from 1e-06 to 1000000"),
         ("pathological:0", "at least one class"),
         ("pathological:1.5", "whole number"),
         ("quantity:0", "above 0"),

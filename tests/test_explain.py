@@ -68,7 +68,7 @@ def test_it_is_said_in_words_too(method: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_parameters_come_with_ranges() -> None:
     ranges = {row["name"]: (row["default"], row["range"]) for row in explained("fedprox")["parameters"]}
-    assert ranges["mu"] == (0.01, "a number of at least 0")
+    assert ranges["mu"] == (0.01, "a number from 0 to 1000000")
     assert ranges["straggler_fraction"] == (0.0, "a number from 0 to 1")
     assert ranges["agg_weights"] == ("size", "'size' or 'uniform'")
 

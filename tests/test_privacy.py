@@ -177,7 +177,7 @@ def test_noise_of_the_mean(where: str, deviation: float) -> None:
 
 def test_server_noise_reaches_every_increment() -> None:
     clean, noisy = (
-        Round("scaffold+private(clip=0.5, where=server, noise=1e-9)"),
+        Round("scaffold+private(clip=0.5, where=server, noise=0.001)"),
         Round("scaffold+private(clip=0.5, where=server)"),
     )
     for one in (clean, noisy):
@@ -191,7 +191,7 @@ def test_server_noise_reaches_every_increment() -> None:
 def test_noise_in_a_subspace_is_that_of_its_coordinates() -> None:
     """P has orthonormal rows: P z is as normal as z, and the rest of z does not travel."""
     text = "fedavg+subspace(ratio=0.5)+private(clip=0.5, noise={})"
-    clean, noisy = (Round(text.format(noise)) for noise in (1e-9, 1.0))
+    clean, noisy = (Round(text.format(noise)) for noise in (0.001, 1.0))
     found = [noisy.reply(k).items["share.weights"] - clean.reply(k).items["share.weights"] for k in range(4)]
     assert len(found[0]) == clean.site.coded_size < 1210
     assert_normal(torch.cat(found), 0.5)
@@ -309,9 +309,9 @@ def test_sizes_do_not_count() -> None:
         ),
         ("fedavg+private+private(clip=2)", "private and private(clip=2.0) are the same part"),
         ("fedavg+private(amplify=true)", "private(amplify=true) counts on nobody knowing who took part"),
-        ("fedavg+private(clip=0)", "private: clip must be a number above 0, not 0"),
-        ("fedavg+private(noise=-1)", "private: noise must be a number above 0, not -1"),
-        ("fedavg+private(delta=1)", "private: delta must be a number above 0 and below 1, not 1"),
+        ("fedavg+private(clip=0)", "private: clip must be a number from 1e-12 to 1000000, not 0"),
+        ("fedavg+private(noise=-1)", "private: noise must be a number from 0.001 to 1000, not -1"),
+        ("fedavg+private(delta=1)", "private: delta must be a number of at least 1e-12 and below 1, not 1"),
         ("fedavg+private(where=here)", "private: where must be 'client' or 'server', not 'here'"),
     ],
 )

@@ -223,6 +223,8 @@ def test_who_was_refused_is_not_asked(tmp_path: Path) -> None:
 
 def test_a_round_that_blew_up_is_not_asked(tmp_path: Path) -> None:
     method = alloy("census", Share(), _Quiet(everybody=False, at_end=False))
-    result = train(FED, MODEL, method, out=tmp_path / "run", rounds=1, lr=1e30, engine="inline")
+    result = train(
+        FED, MODEL, method, out=tmp_path / "run", rounds=1, lr=1e6, weight_decay=1e6, engine="inline"
+    )
     assert result.summary["status"] == "diverged"
     assert "census.counts" not in result.history[0]["bytes_up"]

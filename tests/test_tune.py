@@ -1,9 +1,11 @@
 """Tuning: the right points, each once, the same ones after a crash, and never a look at the test set."""
 
+import json
 import shlex
 import sys
 import tomllib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,15 +169,35 @@ class TestTrials:
         assert found[0] == found[1]
 
     def test_a_trial_that_diverges_comes_last(self, tmp_path: Path) -> None:
-        flags = (*ONE, "--epochs", "3", "--lr-values", "0.1,1e30", "--out", str(tmp_path / "t"))
+        flags = (
+            *ONE,
+            "--epochs",
+            "9",
+            "--weight-decay",
+            "1",
+            "--lr-values",
+            "0.1,1e6",
+            "--out",
+            str(tmp_path / "t"),
+        )
         found = fedalloy("tune", "fedavg", *flags, "--json").json
-        assert [trial["lr"] for trial in found["trials"]] == [0.1, 1e30]
+        assert [trial["lr"] for trial in found["trials"]] == [0.1, 1e6]
         assert found["trials"][1]["accuracy"] is None
         assert found["best"]["lr"] == 0.1
         assert "diverged" in fedalloy("tune", "fedavg", *flags).out
 
     def test_when_all_diverge_there_is_no_best(self, tmp_path: Path) -> None:
-        flags = (*ONE, "--epochs", "3", "--lr-values", "1e30", "--out", str(tmp_path / "t"))
+        flags = (
+            *ONE,
+            "--epochs",
+            "9",
+            "--weight-decay",
+            "1",
+            "--lr-values",
+            "1e6",
+            "--out",
+            str(tmp_path / "t"),
+        )
         assert fedalloy("tune", "fedavg", *flags, "--json").json["best"] is None
         assert "every trial diverged; try smaller --lr-values" in fedalloy("tune", "fedavg", *flags).out
 
@@ -207,6 +229,42 @@ class TestWhatIsPrinted:
             "fedalloy tune 'fedprox(mu=0.1)' --trials 2 --seeds 1 --lr-values 0.05,0.1 "
             "--limit 200 --clients 4 --validation 0.2 --rounds 1 --engine inline"
         )
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            ("--lr", "0.05"),  # the default
+            ("--lr", "0.1"),
+            ("--lr-values", "0.03,0.1"),
+            ("--lr", "0.05", "--validation", "0.3", "--seeds", "1,2"),
+            ("--lr", "0.05", "--model", "MLP( hidden=8 )", "--no-personal-on-global"),
+        ],
+        ids=" ".join,
+    )
+    def test_the_recorded_command_is_accepted_by_its_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        first = fedalloy(
+            "tune",
+            "fedavg+prox" if "values" in flags[0] else "fedprox",
+            *ONE,
+            *flags,
+            "--trials",
+            "2",
+            "--json",
+        ).json
+        folder = tmp_path / first["folder"]
+        command = strict_json((folder / "tune.json").read_text())["command"]
+        before = {name: kept for name, kept in tree(folder).items() if name != "tune.json"}
+        again = fedalloy(*shlex.split(command)[1:], "--json").json
+        assert again == first
+        assert {name: kept for name, kept in tree(folder).items() if name != "tune.json"} == before
+        assert (
+            fedalloy(*shlex.split(command)[1:], "--out", str(folder), "--json").json["trials"]
+            == first["trials"]
+        )
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == [folder.name]
 
     def test_learning_rates_fit_the_optimiser(self, tmp_path: Path) -> None:
         plan = Tuning.plan(Config(optimizer="adam"), "fedavg", [0], 9, out=tmp_path / "t")
@@ -309,8 +367,32 @@ class TestCarryingOn:
             Tuning.plan(BASE.model_copy(update={"rounds": 3}), "fedprox", [0, 1], 4, [0.05, 0.1], whole)
         assert tree(whole) == before
 
-    def test_a_damaged_record(self, tmp_path: Path) -> None:
-        (tmp_path / "tune.json").write_text("{")
+    @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "{}", '{"trials": 3}', '{"trials": [{}]}'])
+    def test_a_damaged_record(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "tune.json").write_text(text)
+        with pytest.raises(FedAlloyError, match="is damaged; give another --out"):
+            planned(tmp_path)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda points: points[0].update(mu=0.0123),
+            lambda points: points[0].update(lr=1e300),
+            lambda points: points[0].update(more=1),
+            lambda points: points[0].pop("mu"),
+            lambda points: points[0].update(mu="0.1"),
+            lambda points: points[0].update(mu=True),
+            lambda points: points[0].update(mu=[[0.1]]),
+            lambda points: points[1].update(points[0]),
+        ],
+    )
+    def test_points_that_are_none_of_this_search(
+        self, whole: Path, tmp_path: Path, change: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        record = strict_json((whole / "tune.json").read_text())
+        change([trial["point"] for trial in record["trials"]])
+        record.pop("sha256")  # as an earlier version wrote it
+        (tmp_path / "tune.json").write_text(json.dumps(record))
         with pytest.raises(FedAlloyError, match="is damaged; give another --out"):
             planned(tmp_path)
 
@@ -319,14 +401,17 @@ BAD = [
     ("tune", "the METHOD is missing. See 'fedalloy tune --help'."),
     ("tune fedprx", "did you mean 'fedprox'?"),
     ("tune fedprox --method fedavg", "name the method without --method, such as: fedalloy tune fedprox"),
-    ("tune fedprox --trials 0", "--trials must be a whole number of at least 1, not 0"),
+    ("tune fedprox --trials 0", "--trials must be a whole number from 1 to 1000000, not 0"),
     ("tune fedprox --seeds a", "--seeds must be whole numbers of at least 0"),
     ("tune fedprox --seeds 0 --seed 1", "give --seeds or --seed, not both"),
     ("tune fedprox --lr 0.1 --lr-values 0.1", "give --lr-values to try some, or --lr to fix one, not both"),
-    ("tune fedprox --lr-values x", "--lr-values must be numbers above 0, not 'x'; for example 0.01,0.03,0.1"),
-    ("tune fedprox --lr-values 0.1,", "--lr-values must be numbers above 0"),
-    ("tune fedprox --lr-values 0.1,-1", "--lr-values must be numbers above 0"),
-    ("tune fedprox --lr-values nan", "--lr-values must be numbers above 0"),
+    (
+        "tune fedprox --lr-values x",
+        "--lr-values must be numbers from 1e-12 to 1000000, not 'x'; for example 0.01,0.03,0.1",
+    ),
+    ("tune fedprox --lr-values 0.1,", "--lr-values must be numbers from 1e-12 to 1000000"),
+    ("tune fedprox --lr-values 0.1,-1", "--lr-values must be numbers from 1e-12 to 1000000"),
+    ("tune fedprox --lr-values nan", "--lr-values must be numbers from 1e-12 to 1000000"),
     ("tune fedprox --validation 0", "--validation 0 would choose by the test set; leave it away"),
     ("tune fedprox --validation 0.0001", "leaves some on both sides"),
     ("tune fedavg --lr 0.1", "give --lr-values 0.01,0.03,0.1 in place of --lr"),

@@ -2,7 +2,6 @@
 reproduce, bench, models, deploy."""
 
 import json
-import math
 import os
 import shlex
 import sys
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+from annotated_types import Interval
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
-from cyclopts.validators import Number
 
 from fedalloy import __version__, nets, presets, show, trained
 from fedalloy import explain as anatomy
@@ -25,14 +24,15 @@ from fedalloy.config import Config, complaint
 from fedalloy.console import AsJson, complain, console, counting, print_json, progress, resumable
 from fedalloy.data import load
 from fedalloy.diagnose import study
-from fedalloy.errors import FedAlloyError, FedAlloyWarning
+from fedalloy.errors import FedAlloyError, FedAlloyWarning, shown
 from fedalloy.expression import slug, split
 from fedalloy.federation import federate
 from fedalloy.flower.cli import deploy
+from fedalloy.flower.terms import Terms
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed
 from fedalloy.presets import PRESETS
-from fedalloy.ranges import AtLeastOne, expected
+from fedalloy.ranges import LEAST, MOST, AtLeastOne, Few, expected
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
 from fedalloy.run import reopen, resume, start
 from fedalloy.storage import write_whole
@@ -48,6 +48,7 @@ app = App(
 )
 app.command(deploy)
 
+MOST_SEEDS = 1000  # or learning rates, in one command
 Settings = Annotated[Config | None, Parameter(name="*")]
 ConfigFile = Annotated[
     Path | None,
@@ -414,9 +415,10 @@ def bench(
         str, Parameter(help=f"Only these, separated by commas: {', '.join(benches.NAMES)}.")
     ] = "",
     rounds: Annotated[
-        int, Parameter(help="Rounds of a run; the first is not counted.", validator=Number(gte=2))
+        Annotated[int, Interval(ge=2, le=1000)],
+        Parameter(help="Rounds of a run; the first is not counted."),
     ] = 3,
-    repeats: Annotated[AtLeastOne, Parameter(help="Times that everything is run; the best counts.")] = 2,
+    repeats: Annotated[Few, Parameter(help="Times that everything is run; the best counts.")] = 2,
     data_root: Annotated[
         Path | None, Parameter(help="A folder with mnist.npz; random pixels by default.")
     ] = None,
@@ -454,7 +456,7 @@ def reproduce(
             help="Accuracies of the last round, of the last ten or of the best; by default as the item has it."
         ),
     ] = None,
-    jobs: Annotated[AtLeastOne, Parameter(help="Runs side by side; the cores are shared out.")] = 1,
+    jobs: Annotated[Few, Parameter(help="Runs side by side; the cores are shared out.")] = 1,
     missing: Annotated[
         bool,
         Parameter(name="--play", help="Play what is missing; with --no-play only finished runs are shown."),
@@ -569,9 +571,10 @@ def _sentence(error: CycloptsError) -> str:
     if isinstance(error.__cause__, pydantic.ValidationError):
         first = error.__cause__.errors()[0]
         if first["loc"] or not error.argument:
-            return complaint(error.__cause__)
+            known = Terms if first["loc"] and first["loc"][0] in Terms.model_fields else Config
+            return complaint(error.__cause__, kind=known)
         wanted = expected(error.argument.field_info.annotation)
-        return f"{error.argument.name} must be {wanted}, not {first['input']}"
+        return f"{error.argument.name} must be {wanted}, not {shown(first['input'], quoted=False)}"
     if isinstance(error, UnusedCliTokensError):
         said = f"{' '.join(error.unused_tokens or [])!r} was not expected."
     elif isinstance(error, MissingArgumentError) and error.argument:
@@ -609,8 +612,13 @@ def _new_place(config: Config) -> Path:
 
 def _numbers(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() for word in words):
-        raise FedAlloyError(f"--seeds must be whole numbers of at least 0, not {text!r}; for example 0,1,2")
+    if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
+        raise FedAlloyError(
+            "--seeds must be whole numbers of at least 0, each of at most 18 digits, "
+            f"not {shown(text)}; for example 0,1,2"
+        )
+    if len(words) > MOST_SEEDS:
+        raise FedAlloyError(f"--seeds names {len(words)} seeds; name {MOST_SEEDS} at most, such as 0,1,2")
     return [int(word) for word in words]
 
 
@@ -619,6 +627,8 @@ def _rates(text: str) -> list[float]:
         rates = [float(word) for word in text.split(",")]
     except ValueError:
         rates = []
-    if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
-        raise FedAlloyError(f"--lr-values must be numbers above 0, not {text!r}; for example 0.01,0.03,0.1")
+    if not 1 <= len(rates) <= MOST_SEEDS or not all(LEAST <= rate <= MOST for rate in rates):
+        raise FedAlloyError(
+            f"--lr-values must be numbers from {LEAST:g} to {MOST}, not {shown(text)}; for example 0.01,0.03,0.1"
+        )
     return rates

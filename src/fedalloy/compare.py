@@ -15,7 +15,7 @@ from typing import Any
 from fedalloy import registry
 from fedalloy.config import FREE, Config
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
-from fedalloy.expression import slug
+from fedalloy.expression import parse, slug
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports
 from fedalloy.report import (
@@ -27,7 +27,7 @@ from fedalloy.report import (
 )
 from fedalloy.report.statistics import costs, results
 from fedalloy.run import OnReply, OnRound, Result
-from fedalloy.series import Series, at_hand, check_settings, rounds_left
+from fedalloy.series import Series, at_hand, check_settings, rounds_left, settled
 from fedalloy.storage import claim, unless_refused, write_whole
 
 OnRun = Callable[[str, int], None]  # method, seed
@@ -70,10 +70,10 @@ class Comparison:
                 f"--target must be an accuracy between 0 and 1, not {target:g}; for example 0.5"
             )
         names = [registry.make(method, imports).expression for method in methods]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise FedAlloyError(f"{twice} is named twice; name every method once")
-        folder = out or Path("runs") / f"compare-{slug(base.data)}-{slug(base.skew)}-{_digest(base)}"
+        forms = [parse(name) for name in names]  # fedprox(mu=1) is fedprox( mu=1.0 )
+        if twice := [name for name, form in zip(names, forms, strict=True) if forms.count(form) > 1]:
+            raise FedAlloyError(f"{twice[0]} is named twice; name every method once")
+        base, folder = settled(base, _named, out)
         plan = cls(folder, base, tuple(names), tuple(dict.fromkeys(seeds)), target, Series(imports))
         if fitting:
             plan = replace(plan, methods=tuple(method for method in names if plan._fits(method)))
@@ -125,7 +125,7 @@ class Comparison:
         """What to type for this comparison, config file or not."""
         words = ["fedalloy", "compare", *self.methods, "--seeds", ",".join(map(str, self.seeds))]
         if self.target is not None:
-            words += ["--target", f"{self.target:g}"]
+            words += ["--target", str(self.target)]
         return shlex.join(words + self.base.typed("method", "seed"))
 
     def facts(self) -> dict[str, Any]:
@@ -170,6 +170,10 @@ class Comparison:
             "command": self.command,
         }
         write_whole(self.folder / "compare.json", (json.dumps(facts, indent=2) + "\n").encode())
+
+
+def _named(base: Config) -> Path:
+    return Path("runs") / f"compare-{slug(base.data)}-{slug(base.skew)}-{_digest(base)}"
 
 
 def _digest(base: Config) -> str:

@@ -10,19 +10,21 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import tomli_w
-from annotated_types import Ge, Interval
+from annotated_types import Interval
 from pydantic import Field
 
-from fedalloy.errors import FedAlloyError, unknown
-from fedalloy.expression import split
+from fedalloy import nets
+from fedalloy.errors import FedAlloyError, shown, unknown
+from fedalloy.expression import parse, split
 from fedalloy.local import Local
-from fedalloy.ranges import AtLeastOne, Fraction, Momentum, NonNegative, Positive, expected
+from fedalloy.ranges import AtLeastOne, Few, Fraction, Momentum, NonNegative, Positive, Seed, expected
+from fedalloy.ranges import Share01 as Share
 
 # What may differ when a run is resumed: where it runs, never what it computes.
 FREE = frozenset({"engine", "workers", "timeout", "data_root", "ray_address", "gpus_per_worker"})
 
+LONGEST = 4096  # characters of a setting: as long as a path may be
 Rest = Annotated[float, Interval(ge=0, lt=1)]
-Share = Annotated[float, Interval(gt=0, le=1)]
 
 
 class Config(pydantic.BaseModel):
@@ -80,7 +82,7 @@ class Config(pydantic.BaseModel):
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Of the body in training; weights, losses and evaluation stay in float32."
     )
-    seed: Annotated[int, Ge(0)] = Field(default=0, description="Seed of everything that is drawn.")
+    seed: Seed = Field(default=0, description="Seed of everything that is drawn.")
     eval_every: AtLeastOne = Field(
         default=1, description="Evaluate every so many rounds, and after the last."
     )
@@ -97,7 +99,7 @@ class Config(pydantic.BaseModel):
     engine: Literal["inline", "workers", "ray"] = Field(
         default="workers", description="One process, one per core, or Ray actors."
     )
-    workers: AtLeastOne | None = Field(
+    workers: Few | None = Field(
         default=None,
         description="Worker processes or actors; by default one per core, here or of the cluster.",
     )
@@ -109,6 +111,13 @@ class Config(pydantic.BaseModel):
         default=0.0, description="With --engine ray, the share of a GPU that each actor holds and trains on."
     )
     timeout: Positive = Field(default=3600.0, description="Seconds that a client may take.")
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > LONGEST:
+            raise ValueError(f"is {len(value)} characters long; write {LONGEST} at most")
+        return value
 
     @pydantic.field_validator("models")
     @classmethod
@@ -148,7 +157,7 @@ class Config(pydantic.BaseModel):
             raise FedAlloyError(
                 f"{path} is not a text file; a config holds lines such as rounds = 20"
             ) from None
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # numbers of 5000 digits, brackets in brackets
             raise FedAlloyError(
                 f"{path} is not valid TOML: {error}; a config holds lines such as rounds = 20"
             ) from None
@@ -160,6 +169,20 @@ class Config(pydantic.BaseModel):
     def typed(self, *but: str) -> list[str]:
         """What to type for the settings that are not the default, but for these."""
         return words(self.model_dump(exclude_defaults=True, exclude=set(but)))
+
+    def spelled(self) -> Self:
+        """The same with every model under its one name: new weights are drawn by that, however it was typed."""
+        forms = {name: _form(name, getattr(self, name)) for name in ("model", "models")}
+        return self.model_copy(
+            update={name: form for name, form in forms.items() if form != getattr(self, name)}
+        )
+
+    def like(self, other: "Config") -> Self:
+        """The same with the spelling of a run that has begun: its weights are drawn by the names it has."""
+        both = {name: (getattr(self, name), getattr(other, name)) for name in ("method", "model", "models")}
+        return self.model_copy(
+            update={name: b for name, (a, b) in both.items() if a != b and _same(name, a, b)}
+        )
 
     def differences(self, other: "Config") -> list[str]:
         """Settings that change the numbers and are not the same, as flags."""
@@ -196,6 +219,22 @@ class Config(pydantic.BaseModel):
         return self.workers or len(os.sched_getaffinity(0))
 
 
+def _form(name: str, text: str | None) -> Any:
+    """What a method or model that was typed stands for, whatever its spelling."""
+    if not text:
+        return text
+    if name == "method":
+        return parse(text)
+    return ",".join(map(nets.spelled, split(text))) if name == "models" else nets.spelled(text)
+
+
+def _same(name: str, one: str | None, other: str | None) -> bool:
+    try:
+        return bool(_form(name, one) == _form(name, other))
+    except FedAlloyError:  # one of them names nothing: whoever uses it says so
+        return False
+
+
 def flag(name: str) -> str:
     """A setting as it is typed."""
     return "--" + name.replace("_", "-")
@@ -209,22 +248,26 @@ def words(settings: Mapping[str, Any]) -> list[str]:
     """
     found = []
     for name, value in settings.items():
-        found += (
-            [flag(name if value else f"no_{name}")] if isinstance(value, bool) else [flag(name), str(value)]
-        )
+        if isinstance(value, bool):
+            found.append(flag(name if value else f"no_{name}"))
+        elif str(value).startswith("-"):  # it would be read as a flag
+            found.append(f"{flag(name)}={value}")
+        else:
+            found += [flag(name), str(value)]
     return found
 
 
-def complaint(error: pydantic.ValidationError, source: str = "") -> str:
+def complaint(
+    error: pydantic.ValidationError, source: str = "", kind: type[pydantic.BaseModel] = Config
+) -> str:
     """The first of pydantic's findings as a sentence about a flag, or about a line of a file."""
     first = error.errors()[0]
     name = str(first["loc"][0])
     subject = f"{source}: {name}" if source else flag(name)
     if own := first.get("ctx", {}).get("error"):
         return f"{subject} {own}"
-    hint = typing.get_type_hints(Config, include_extras=True)[name]
-    wanted = expected(hint).removesuffix(", or none")
-    default = Config.model_fields[name].default
-    example = "" if default is None else f"; for example {default}"
-    given = repr(first["input"]) if source else str(first["input"]) or "nothing"
+    wanted = expected(typing.get_type_hints(kind, include_extras=True)[name]).removesuffix(", or none")
+    default = kind.model_fields[name].default
+    example = "" if default in (None, "") else f"; for example {default}"
+    given = shown(first["input"], quoted=bool(source)) or "nothing"
     return f"{subject} must be {wanted}, not {given}{example}"

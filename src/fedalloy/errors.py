@@ -21,9 +21,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FedAlloyError:
     unknown method 'fedprx'; did you mean 'fedprox'?
     """
     names = sorted(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.55)
+    near = get_close_matches(name[:MOST_SHOWN], names, n=1, cutoff=0.55)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
-    return FedAlloyError(f"unknown {kind} {name!r}; {hint}")
+    return FedAlloyError(f"unknown {kind} {shown(name)}; {hint}")
 
 
 @contextmanager
@@ -37,6 +37,20 @@ def writing(path: Path, other: str = "--out") -> Iterator[None]:
 
 
 MOST_SHOWN = 300  # characters of what somebody else said
+SHORT = 60  # characters of a value that was refused
+
+
+def shown(value: object, *, quoted: bool = True) -> str:
+    """A value that was refused, in an error: cut if it is long.
+
+    >>> shown("9" * 400)
+    "'999999999999999999999999999999999999999... (402 characters)"
+    """
+    try:
+        said = repr(value) if quoted or not isinstance(value, str) else value
+    except ValueError:  # Python does not print whole numbers of more than 4300 digits
+        return "a number of thousands of digits"
+    return said if len(said) <= SHORT else f"{said[:40]}... ({len(said)} characters)"
 
 
 def plain(text: object) -> str:

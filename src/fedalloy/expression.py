@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError, shown
 
 Literal = bool | int | float | str | None | tuple[int | float | str, ...]
 
@@ -173,6 +173,6 @@ def _show(value: Literal) -> str:
 
 def _malformed(text: str) -> FedAlloyError:
     return FedAlloyError(
-        f"cannot read {text!r}; write a name, or a name with parameters such as 'fedprox(mu=0.1)', "
+        f"cannot read {shown(text)}; write a name, or a name with parameters such as 'fedprox(mu=0.1)', "
         "joined by '+' as in 'moon+dw(mu=1)'"
     )

@@ -5,9 +5,19 @@ import os
 import signal
 import sys
 
+from fedalloy.errors import FedAlloyError
+
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+PER_CORE = 16  # processes at most
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def require_cores(flag: str, wanted: int) -> None:
+    """Refuse more processes than this machine bears: each holds a few hundred megabytes."""
+    cores = len(os.sched_getaffinity(0))
+    if wanted > (most := PER_CORE * cores):
+        raise FedAlloyError(f"{flag} {wanted} is too much for {cores} cores; give {most} at most")
 
 
 def die_with(parent: int, how: signal.Signals) -> None:

@@ -4,39 +4,63 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
 import pydantic
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Interval
 
-from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.errors import FedAlloyError, shown, unknown
 
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
+MOST = 1_000_000  # of anything that is counted or weighed: beyond it there are only slips of the keyboard
+LEAST = (
+    1e-12  # of what must not be zero: smaller numbers vanish, or overflow where something is divided by them
+)
+LONGEST = 200  # letters of a word
+
+Positive = Annotated[float, Interval(ge=LEAST, le=MOST)]
+NonNegative = Annotated[float, Interval(ge=0, le=MOST)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0, lt=1)]
-Share01 = Annotated[float, Interval(gt=0, le=1)]
-Chance = Annotated[float, Interval(gt=0, lt=1)]
-Percent = Annotated[float, Interval(gt=0, le=100)]
-AtLeastZero = Annotated[int, Ge(0)]
-AtLeastOne = Annotated[int, Ge(1)]
-Count = Annotated[int, Ge(0)]
+Share01 = Annotated[float, Interval(ge=1e-6, le=1)]
+Chance = Annotated[float, Interval(ge=LEAST, lt=1)]
+Percent = Annotated[float, Interval(ge=0.001, le=100)]
+Noise = Annotated[float, Interval(ge=0.001, le=1000)]
+AtLeastZero = Annotated[int, Interval(ge=0, le=MOST)]
+AtLeastOne = Annotated[int, Interval(ge=1, le=MOST)]
+Count = Annotated[int, Interval(ge=0, le=MOST)]
+Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
+Samples = Annotated[int, Interval(ge=0, le=100_000)]
+Few = Annotated[int, Interval(ge=1, le=1000)]
 
 Width = Annotated[int, Interval(ge=1, le=16384)]
 Depth = Annotated[int, Interval(ge=0, le=64)]
+Layers = Annotated[int, Interval(ge=1, le=64)]
 Scale = Annotated[float, Interval(ge=0.1, le=8)]
 Dropout = Annotated[float, Interval(ge=0, le=0.9)]
+
+_PLAIN = {
+    int: Annotated[int, Interval(ge=-(10**9), le=10**9)],
+    float: Annotated[float, Interval(ge=-MOST, le=MOST)],
+}
 
 
 @cache
 def hints(function: Callable[..., object]) -> dict[str, Any]:
-    """The annotated keyword parameters of a function or dataclass, in order."""
+    """The annotated keyword parameters of a function or dataclass that can be typed, in order.
+
+    A plain number has bounds too.
+    """
     source = inspect.unwrap(function)
     found = typing.get_type_hints(source, include_extras=True)
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     listed = [p for p in inspect.signature(source).parameters.values() if p.kind in kinds]
-    return {p.name: found[p.name] for p in listed if p.default is not inspect.Parameter.empty}
+    return {
+        p.name: _PLAIN.get(found[p.name], found[p.name])
+        for p in listed
+        if p.default is not inspect.Parameter.empty and not is_dataclass(found[p.name])
+    }
 
 
 def checked(what: str, function: Callable[..., object], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +69,7 @@ def checked(what: str, function: Callable[..., object], given: Mapping[str, Any]
     >>> def fedprox(mu: NonNegative = 0.01) -> None: ...
     >>> checked("fedprox", fedprox, {"mu": -1})
     Traceback (most recent call last):
-    fedalloy.errors.FedAlloyError: fedprox: mu must be a number of at least 0, not -1
+    fedalloy.errors.FedAlloyError: fedprox: mu must be a number from 0 to 1000000, not -1
     """
     known = hints(function)
     taken = {}
@@ -56,14 +80,18 @@ def checked(what: str, function: Callable[..., object], given: Mapping[str, Any]
             raise unknown(f"parameter of {what}", name, known)
         try:
             taken[name] = _fitted(known[name], value)
-        except pydantic.ValidationError:
-            raise FedAlloyError(f"{what}: {name} must be {expected(known[name])}, not {value!r}") from None
+        except (pydantic.ValidationError, OverflowError):
+            raise FedAlloyError(
+                f"{what}: {name} must be {expected(known[name])}, not {shown(value)}"
+            ) from None
     return taken
 
 
 def _fitted(hint: Any, value: Any) -> Any:
     if value is None and typing.get_origin(hint) is Literal:
         value = "none"  # norm=none, without quotes, is read as None
+    if isinstance(value, str) and len(value) > LONGEST:
+        raise OverflowError
     return _adapter(hint).validate_python(value)
 
 
@@ -94,7 +122,11 @@ def expected(hint: Any) -> str:
 def _bounds(limit: Any) -> str:
     low, high = getattr(limit, "ge", None), getattr(limit, "le", None)
     if low is not None and high is not None:
-        return f"from {low:g} to {high:g}"
+        return f"from {_number(low)} to {_number(high)}"
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
     known = {word: getattr(limit, field, None) for field, word in words.items()}
-    return " and ".join(f"{word} {value:g}" for word, value in known.items() if value is not None)
+    return " and ".join(f"{word} {_number(value)}" for word, value in known.items() if value is not None)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

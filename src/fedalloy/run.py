@@ -30,6 +30,7 @@ from fedalloy.evaluate import evaluate
 from fedalloy.federation import Federation, federate
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed
+from fedalloy.processes import require_cores
 from fedalloy.random import generator
 from fedalloy.replies import Outcome
 from fedalloy.server import Server
@@ -97,6 +98,8 @@ class Setup:
     ) -> None:
         self.config = config
         self.imports = imports
+        if config.engine == "workers":
+            require_cores("--workers", min(config.processes, config.clients))
         self.method = method or registry.make(config.method, imports)
         self.federation = federation or federate(**config.dealing)
         self.sites = Sites(
@@ -169,7 +172,7 @@ def train(
             f"{', '.join(dealt)} belong to the federation; give them to federate(...) instead"
         )
     values = {**federation.origin, "model": model, "method": alloy.expression, **settings}
-    setup = Setup(Config.of(values), federation, alloy, imports=imports)
+    setup = Setup(Config.of(values).spelled(), federation, alloy, imports=imports)
     setup.server()
     room = Room() if out is None else None
     folder = RunFolder.create(room.path / "run" if room else Path(str(out)), setup.config)
@@ -184,6 +187,7 @@ def start(
     imports: Imports | None = None,
 ) -> Result:
     """A new run in a new folder."""
+    config = config.spelled()
     setup = Setup(config, imports=imports)
     setup.server()  # what a method refuses, it refuses before anything is written
     return play(setup, RunFolder.create(out, config), on_round, on_reply)
@@ -205,19 +209,20 @@ def resume(
     folder = RunFolder.existing(path)
     stored = folder.config
     imports = allowed(str(path / "config.toml"), stored.model_dump(), allow_code=allow_code)
-    if config is not None and (changed := stored.differences(config)):
+    config = config.like(stored) if config else stored
+    if changed := stored.differences(config):
         raise FedAlloyError(
             f"{path} was started with other settings ({', '.join(changed)}); resume it without them, or start a new run"
         )
     if summary := folder.summary():
         return Result(path, stored, folder.history(), summary, _imports=imports)
-    return play(Setup(config or stored, imports=imports), folder, on_round, on_reply)
+    return play(Setup(config, imports=imports), folder, on_round, on_reply)
 
 
 def reopen(path: Path, *, allow_code: bool = False) -> tuple[Server, Sites, Federation]:
     """The server of a run as its last checkpoint left it."""
     folder = RunFolder.existing(path)
-    config = folder.config
+    config = folder.config.model_copy(update={"engine": "inline"})  # whatever machine it was played on
     setup = Setup(
         config, imports=allowed(str(path / "config.toml"), config.model_dump(), allow_code=allow_code)
     )

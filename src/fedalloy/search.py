@@ -1,6 +1,7 @@
 """Where good hyper-parameters may lie: for each method the values that its paper tried, and learning rates."""
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ from fedalloy import registry
 from fedalloy.errors import FedAlloyError
 from fedalloy.expression import Foreign, Term, single, split
 from fedalloy.imports import Imports
+
+MOST_POINTS = 100_000
 
 Values = tuple[float, ...]
 Point = dict[str, float]
@@ -93,7 +96,18 @@ class Space:
                 f"{made} has nothing to search but the learning rate; "
                 "give --lr-values 0.01,0.03,0.1 in place of --lr"
             )
+        if (size := math.prod(map(len, axes.values()))) > MOST_POINTS:
+            raise FedAlloyError(
+                f"{made} has {size:,} points to search, {MOST_POINTS:,} are the most; "
+                f"type some of {', '.join(axes)} to fix them"
+            )
         return cls(made, axes)
+
+    def holds(self, point: object) -> bool:
+        """Whether this is one of its points."""
+        if not isinstance(point, dict) or point.keys() != self.axes.keys():
+            return False
+        return all(type(value) in (int, float) and value in self.axes[name] for name, value in point.items())
 
     @property
     def grid(self) -> list[Point]:

@@ -1,6 +1,6 @@
 """Runs one after the other: what is finished is not run again, what is half done carries on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,20 @@ def at_hand(config: Config) -> Iterator[None]:
         yield
 
 
+def settled(base: Config, name: Callable[[Config], Path], out: Path | None) -> tuple[Config, Path]:
+    """Settings and folder of a series: models have the names that its runs began with, or else their own."""
+    spelled = base.spelled()
+    folder = out or (found if (found := name(base)).exists() else name(spelled))
+    begun = next(iter(sorted(folder.glob("*/seed*/config.toml"))), None)
+    return spelled.like(RunFolder(begun.parent).config) if begun else spelled, folder
+
+
 def check_settings(path: Path, config: Config) -> None:
     """Whether a run that lies here is the one that is meant."""
-    if (path / "config.toml").exists() and (changed := RunFolder(path).config.differences(config)):
+    if not (path / "config.toml").exists():
+        return
+    stored = RunFolder(path).config
+    if changed := stored.differences(config.like(stored)):
         raise FedAlloyError(f"{path} was run with other settings ({', '.join(changed)}); give another --out")
 
 

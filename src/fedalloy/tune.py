@@ -12,7 +12,7 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fedalloy.random import seed_of
 from fedalloy.run import OnReply, OnRound
 from fedalloy.seals import facts_digest
 from fedalloy.search import RATES, Point, Space
-from fedalloy.series import Series, at_hand, check_settings, rounds_left
+from fedalloy.series import Series, at_hand, check_settings, rounds_left, settled
 from fedalloy.storage import claim, read_whole, unless_refused, write_whole
 
 VALIDATION = 0.2  # where none is given
@@ -77,8 +77,8 @@ class Tuning:
         space = Space.of(method, rates, imports)
         base = base.model_copy(update={"validation": base.validation or VALIDATION})
         seeds = tuple(dict.fromkeys(seeds))
-        name = f"tune-{slug(space.method)}-{slug(base.data)}-{slug(base.skew)}-{_digest(base, space, seeds)}"
-        plan = cls(out or Path("runs") / name, base, space, seeds, budget, Series(imports))
+        base, folder = settled(base, partial(_named, space=space, seeds=seeds), out)
+        plan = cls(folder, base, space, seeds, budget, Series(imports))
         plan._check()
         return plan
 
@@ -156,7 +156,9 @@ class Tuning:
         words += ["--seeds", ",".join(map(str, self.seeds))]
         if rates := self.space.axes.get("lr"):
             words += ["--lr-values", ",".join(map(str, rates))]
-        return shlex.join([*words, *self.base.typed("method", "seed", *(["lr"] if rates else []))])
+        else:
+            words += ["--lr", str(self.base.lr)]  # the default too: without it, rates are searched
+        return shlex.join([*words, *self.base.typed("method", "seed", "lr")])
 
     def commands(self, trial: Trial) -> dict[str, str]:
         """What to type to try a point on the test set."""
@@ -223,7 +225,8 @@ class Tuning:
             raise FedAlloyError(
                 f"{self.folder} holds another search ({found.get('command')}); give another --out"
             )
-        if seal not in (None, facts_digest(found)) or not all(point in self.space.grid for point in points):
+        held = all(self.space.holds(point) and points.count(point) == 1 for point in points)
+        if seal not in (None, facts_digest(found)) or not held:
             raise broken
         return points
 
@@ -271,6 +274,11 @@ def _proposed(space: Space, tried: Sequence[Trial], left: Sequence[Point], seed:
         return far, seed_of(*counter, str(point))
 
     return min(left, key=distance)
+
+
+def _named(base: Config, space: Space, seeds: Sequence[int]) -> Path:
+    name = f"tune-{slug(space.method)}-{slug(base.data)}-{slug(base.skew)}-{_digest(base, space, seeds)}"
+    return Path("runs") / name
 
 
 def _digest(base: Config, space: Space, seeds: Sequence[int]) -> str:

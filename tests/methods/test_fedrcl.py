@@ -233,7 +233,7 @@ def test_the_gradient_is_clipped_last() -> None:
     # each plain SGD step is lr times the clipped gradient
     moved = outer.points[0] - outer.points[1]
     assert far(moved, 0.05 * clips(inner.gradients, 0.5)[0]) < 1e-7
-    free = Lab(fedrcl(grad_clip=1e9), digits(), lr=0.05).rounds([0, 1]).weights
+    free = Lab(fedrcl(grad_clip=1e6), digits(), lr=0.05).rounds([0, 1]).weights
     none = Lab(fedrcl(grad_clip=None), digits(), lr=0.05).rounds([0, 1]).weights
     assert torch.equal(free, none)  # a limit that is never reached changes no bit
 

@@ -618,7 +618,7 @@ def test_a_batch_of_one_sample() -> None:
 def test_a_run_that_blows_up_is_recorded_as_diverged(model: str, tmp_path: Path) -> None:
     """Pitfall: non-finite features end as a diverged run that says so, not as an obscure solver error."""
     method = "fedrda(alpha=1, gamma=1)"
-    result = run(tmp_path, digits(), method, model, rounds=3, epochs=2, lr=1e30)
+    result = run(tmp_path, digits(), method, model, rounds=3, epochs=2, lr=1e6, weight_decay=1e6)
     assert result.summary["status"] == "diverged"
     assert result.summary["diverged_round"] == 1
     refused = result.history[-1]["refused"]

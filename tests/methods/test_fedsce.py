@@ -597,7 +597,7 @@ def test_private_model_and_subspace_survive_a_resume(tmp_path: Path) -> None:
 def test_a_run_that_blows_up_is_recorded_as_diverged(switches: str, tmp_path: Path) -> None:
     """A move that is not finite has no SVD; the run ends with a record that says why."""
     method = f"fedsce(p=1, mu=0.1{switches})"
-    result = run(tmp_path, digits(), method, rounds=3, lr=1e30)
+    result = run(tmp_path, digits(), method, rounds=3, lr=1e6, weight_decay=1e6)
     assert result.summary["status"] == "diverged"
     assert all(why["why"].endswith("not finite") for why in result.history[-1]["refused"])
 

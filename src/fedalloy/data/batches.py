@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.preprocessing import Preprocessing
-from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.errors import FedAlloyError, shown, unknown
 from fedalloy.nets.base import Kind
 
 
@@ -47,14 +47,14 @@ def parse_augment(text: str) -> Augment:
         if word == "flip":
             flip = True
         elif name == "crop":
-            if not (number.isdecimal() and int(number) > 0):
+            if not (number.isdecimal() and len(number) < 10 and int(number) > 0):
                 raise FedAlloyError(
-                    f"augmentation {text!r}: crop needs its padding in pixels, such as crop:4"
+                    f"augmentation {shown(text)}: crop needs its padding in pixels, such as crop:4"
                 )
             crop = int(number)
         elif name in ("flip", "none"):
             raise FedAlloyError(
-                f"augmentation {text!r}: {name!r} stands alone; type for example crop:4,flip or none"
+                f"augmentation {shown(text)}: {name!r} stands alone; type for example crop:4,flip or none"
             )
         else:
             raise unknown("augmentation", name, ["crop", "flip", "none"])

@@ -4,7 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedalloy.errors import FedAlloyError, unknown
+from fedalloy.errors import FedAlloyError, shown, unknown
+
+SMALLEST = 1e-6  # of what a user types; beyond these nothing changes any more
+LARGEST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -107,17 +110,21 @@ def parse_skew(text: str) -> Skew:
     kind, colon, number = (piece.strip() for piece in text.lower().partition(":"))
     if kind in _PLAIN:
         if colon:
-            raise FedAlloyError(f"skew {text!r}: {kind} takes no number; type {kind}")
+            raise FedAlloyError(f"skew {shown(text)}: {kind} takes no number; type {kind}")
         return _PLAIN[kind]()
     if kind not in _WITH_NUMBER:
         raise unknown("skew", kind, [*_PLAIN, *_WITH_NUMBER])
     make, expected = _WITH_NUMBER[kind]
     try:
-        return make(number)
+        if not (abs(float(number)) > LARGEST or 0 < float(number) < SMALLEST):
+            return make(number)
     except FedAlloyError:
         raise
     except ValueError:
-        raise FedAlloyError(f"skew {text!r}: expected {expected}") from None
+        raise FedAlloyError(f"skew {shown(text)}: expected {expected}") from None
+    raise FedAlloyError(
+        f"skew {shown(text)}: the number must lie from {SMALLEST:g} to {LARGEST}; expected {expected}"
+    )
 
 
 def _positive(kind: str, symbol: str, value: float) -> None:

@@ -22,6 +22,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed
+from fedalloy.ranges import NonNegative, Positive
 from fedalloy.storage import damaged, read_whole, write_whole
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def init(
         raise FedAlloyError("how many sites are there? give --clients, such as --clients 3")
     hosts = hosts_of(host)
     check_plan(chosen, agreed, Imports(), port)  # typed here
+    chosen = chosen.spelled()
     given = given_file(agreed)
     if agreed.computed:
         refuse_sealed(registry.make(chosen.method, Imports()))
@@ -135,10 +137,10 @@ def site(
         str | None, Parameter(help="HOST:PORT of the server, if it is not that of site.toml.")
     ] = None,
     patience: Annotated[
-        float, Parameter(help="Seconds to go on trying while the server does not let it in.")
+        NonNegative, Parameter(help="Seconds to go on trying while the server does not let it in.")
     ] = 300.0,
     look_every: Annotated[
-        float, Parameter(help="Seconds between two looks for messages of the server.")
+        Positive, Parameter(help="Seconds between two looks for messages of the server.")
     ] = 0.5,
     allow_code: Annotated[
         bool, Parameter(negative="", help="Let the server name models and methods outside of FedAlloy.")
@@ -147,7 +149,7 @@ def site(
         bool, Parameter(negative="", help="Send updates by secure aggregation or not at all.")
     ] = False,
     most_epsilon: Annotated[
-        float | None,
+        NonNegative | None,
         Parameter(help="Take part only in runs that spend no more than this, with noise added here."),
     ] = None,
 ) -> None:
@@ -222,7 +224,7 @@ def run(
     config, terms = read_settings(settings := made.settings_with(run_config))
     imports = allowed(str(made.folder / "app" / "pyproject.toml"), settings, allow_code=allow_code)
     check_plan(config, terms, imports)
-    number = made.start_run(run_config)
+    number = made.start_run([*run_config, *_spelling(config, made.folder / "server" / terms.run_folder)])
     last = {"run": str(number), "folder": terms.run_folder, "rounds": config.rounds}
     write_whole(made.folder / "server" / LAST, json.dumps(last).encode(), 0o600)
     if detach:
@@ -444,6 +446,16 @@ def _preprocessing(run_folder: Path) -> str | None:
     """The sha256 of what all sites prepare their samples by; None where it is not yet agreed, or data are dealt."""
     file = run_folder / "preprocessing.json"
     return Preprocessing.from_json(file.read_bytes(), str(file)).sha256 if file.exists() else None
+
+
+def _spelling(config: Config, run_folder: Path) -> list[str]:
+    """Overrides that give models their one name, or in a run that has begun the names it began with."""
+    begun = (run_folder / "config.toml").is_file()
+    wanted = config.like(RunFolder(run_folder).config) if begun else config.spelled()
+    changed = [
+        name for name in ("method", "model", "models") if getattr(wanted, name) != getattr(config, name)
+    ]
+    return [f"{name}={json.dumps(getattr(wanted, name))}" for name in changed]
 
 
 def _last(made: "Deployment") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms
 from fedalloy.imports import Imports
 
+MOST_SITES = 1000
 LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 
 
@@ -29,6 +30,10 @@ def check_plan(config: Config, terms: Terms, imports: Imports | None, port: int 
     """Refuse what could not run: a port, a list of classes, a run folder, a method that cannot do what is asked."""
     if port is not None and not 1 <= port <= 65535:
         raise FedAlloyError(f"--port {port} is none; they run from 1 to 65535")
+    if config.clients > MOST_SITES:
+        raise FedAlloyError(
+            f"--clients {config.clients} would be as many sites with a key each; a deployment has {MOST_SITES} at most"
+        )
     if terms.sites == "own":
         _check_classes(terms)
     path = PurePosixPath(terms.run_folder)
@@ -37,6 +42,7 @@ def check_plan(config: Config, terms: Terms, imports: Imports | None, port: int 
             f"run-folder {terms.run_folder!r} would lie outside of server/; type a plain name such as second"
         )
     method = registry.make(config.method, imports)
+    config.spelled()  # an error where there is no such model
     if terms.masked:
         from fedalloy.flower.masked import check_maskable
 

@@ -1,17 +1,19 @@
 """What a deployment is agreed on besides the config of a run: whose data, how long to wait, how many must be there."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
+from annotated_types import Interval
 from pydantic import Field
 
-from fedalloy.config import Config
+from fedalloy.config import Config, complaint
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import split
-from fedalloy.ranges import AtLeastOne, Positive
+from fedalloy.ranges import MOST, AtLeastOne, Positive
 
 Settings = dict[str, Any]
+Times = Annotated[float, Interval(ge=1, le=MOST)]
 
 
 class Terms(pydantic.BaseModel):
@@ -61,7 +63,7 @@ class Terms(pydantic.BaseModel):
     )
     least_replies: AtLeastOne = Field(default=1, description="A round with fewer usable replies is an error.")
 
-    most_norm: Positive = Field(
+    most_norm: Times = Field(
         default=100.0,
         description="A reply that is more than so many times as long as is usual in its round is refused.",
     )
@@ -99,8 +101,7 @@ def read_settings(found: Settings) -> tuple[Config, Terms]:
     try:
         terms = Terms.model_validate({name: value for name, value in values.items() if name in known})
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise FedAlloyError(f"{first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
+        raise FedAlloyError(complaint(error, kind=Terms)) from None
     if terms.sites == "own" and not terms.class_names:
         raise FedAlloyError(
             "sites with data of their own must agree on the classes: set class-names = 'a,b,c'"

@@ -7,7 +7,7 @@ from torch import nn
 from fedalloy import nets
 from fedalloy.alloy import Mechanism
 from fedalloy.errors import FedAlloyError
-from fedalloy.ranges import AtLeastOne
+from fedalloy.ranges import Width
 from fedalloy.site import Site
 
 
@@ -18,7 +18,7 @@ class CommonWidth(Mechanism):
     A net that has this width already is left alone; the others get a head that fits.
     """
 
-    width: AtLeastOne | None = None
+    width: Width | None = None
 
     claims = frozenset({"the width of features"})
 

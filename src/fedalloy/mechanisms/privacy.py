@@ -15,7 +15,7 @@ from fedalloy.alloy import AlloyConflict, Box, Folded, Mechanism
 from fedalloy.client import Client
 from fedalloy.errors import FedAlloyError
 from fedalloy.random import gaussian
-from fedalloy.ranges import Chance, Positive
+from fedalloy.ranges import Chance, Noise, Positive
 from fedalloy.server import Server
 from fedalloy.site import Site
 from fedalloy.wire import Items, Slot
@@ -31,7 +31,7 @@ class Private(Mechanism):
     """
 
     clip: Positive = 1.0
-    noise: Positive = 1.0
+    noise: Noise = 1.0
     delta: Chance = 1e-5
     where: Literal["client", "server"] = "client"
     amplify: bool = False

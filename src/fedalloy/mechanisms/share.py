@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedalloy.alloy import Box, Mechanism, Names, Slots
 from fedalloy.client import Client
+from fedalloy.ranges import Positive
 from fedalloy.server import Server
 from fedalloy.weights import BASE
 from fedalloy.wire import Items, Slot
@@ -26,7 +27,7 @@ class Share(Mechanism):
 
     part: str = ""
     agg_weights: Literal["size", "uniform"] = "size"
-    server_lr: float = 1.0
+    server_lr: Positive = 1.0
     buffers: Literal["average", "local", "drop"] = "average"
 
     claims = frozenset({"the aggregation of weights"})

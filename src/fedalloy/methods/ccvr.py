@@ -18,7 +18,7 @@ from fedalloy.client import ClientData, outputs
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.head import classifier
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, Count, Momentum, NonNegative, Positive
+from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive, Samples
 from fedalloy.registry import recipe
 from fedalloy.server import Server
 from fedalloy.site import Site
@@ -88,7 +88,7 @@ class VirtualFeatures(Mechanism):
     `clients`: "all" are asked, or those of the "last" round. The classifier is all that follows the features.
     """
 
-    samples: Count = 200
+    samples: Samples = 200
     cov: Covariance = "full"
     head_lr: Positive = 0.01
     head_momentum: Momentum = 0.9
@@ -173,7 +173,7 @@ class VirtualFeatures(Mechanism):
 
 @recipe("CCVR", family="calibration", paper="Luo et al., NeurIPS 2021")
 def ccvr(
-    samples: Count = 200,
+    samples: Samples = 200,
     cov: Covariance = "full",
     head_lr: Positive = 0.01,
     head_momentum: Momentum = 0.9,

@@ -19,7 +19,7 @@ from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.methods.balancedsoftmax import log_prior
 from fedalloy.methods.feddecorr import Decorr, z_scores
 from fedalloy.methods.fedetf import ETF, fedetf
-from fedalloy.ranges import AtLeastOne, NonNegative, Positive
+from fedalloy.ranges import NonNegative, Positive, Width
 from fedalloy.registry import recipe
 from fedalloy.site import Site
 
@@ -149,7 +149,7 @@ def fedblade(
     eps: Positive = 1e-4,
     var_eps: Positive = 1e-8,
     grad_limit: Positive | None = 1.0,
-    etf_dim: AtLeastOne | None = None,
+    etf_dim: Width | None = None,
     scale_init: Positive = 1.0,
     absent_count: Literal[0, 1] = 1,
 ) -> Alloy:

@@ -16,7 +16,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.balancedsoftmax import BalancedSoftmax
 from fedalloy.random import generator
-from fedalloy.ranges import AtLeastOne, Positive
+from fedalloy.ranges import Positive, Width
 from fedalloy.registry import recipe
 from fedalloy.site import Site
 
@@ -60,7 +60,7 @@ class ETF(nn.Module):
 class ETFHead(Mechanism):
     """z -> linear projector -> unit sphere -> fixed ETF. V has a generator of its own, whatever the model."""
 
-    etf_dim: AtLeastOne | None = None  # None: as many dimensions as classes
+    etf_dim: Width | None = None  # None: as many dimensions as classes
     scale_init: Positive = 1.0
 
     claims = frozenset({"the neck", "the classifier"})
@@ -76,6 +76,6 @@ class ETFHead(Mechanism):
 
 @recipe("FedETF", family="calibration", paper="Li et al., ICCV 2023")
 def fedetf(
-    etf_dim: AtLeastOne | None = None, scale_init: Positive = 1.0, absent_count: Literal[0, 1] = 1
+    etf_dim: Width | None = None, scale_init: Positive = 1.0, absent_count: Literal[0, 1] = 1
 ) -> Alloy:
     return alloy("FedETF", Share(), ETFHead(etf_dim, scale_init), BalancedSoftmax(absent_count))

@@ -16,7 +16,7 @@ from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
 from fedalloy.client import Client
 from fedalloy.mechanisms.class_means import each_mean, labelled, mean_features
 from fedalloy.mechanisms.common_width import CommonWidth
-from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative
+from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative, Width
 from fedalloy.registry import recipe
 from fedalloy.server import Server
 from fedalloy.wire import Items, Slot
@@ -98,7 +98,7 @@ def fedgh(
     server_lr: NonNegative = 0.01,
     server_batch: AtLeastOne | None = None,
     evaluate: Literal["received", "trained"] = "received",
-    feature_dim: AtLeastOne | None = None,
+    feature_dim: Width | None = None,
 ) -> Alloy:
     head = GlobalHead(server_epochs, server_lr, server_batch, evaluate)
     return alloy("FedGH", CommonWidth(feature_dim), head)

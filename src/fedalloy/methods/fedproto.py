@@ -13,7 +13,7 @@ from fedalloy.alloy import Alloy, Box, Mechanism, alloy
 from fedalloy.client import Client, Step
 from fedalloy.mechanisms.class_means import ClassMeans, RunningMeans, prototypes
 from fedalloy.mechanisms.common_width import CommonWidth
-from fedalloy.ranges import AtLeastOne, NonNegative
+from fedalloy.ranges import NonNegative, Width
 from fedalloy.registry import recipe
 
 
@@ -60,7 +60,7 @@ def fedproto(
     weighted: bool = False,
     proto_pass: Literal["eval", "train"] = "eval",
     evaluate: Literal["proto", "head"] = "proto",
-    feature_dim: AtLeastOne | None = None,
+    feature_dim: Width | None = None,
 ) -> Alloy:
     kind = ClassMeans if proto_pass == "eval" else RunningMeans
     by = [NearestPrototype()] if evaluate == "proto" else []

@@ -15,7 +15,7 @@ from fedalloy.alloy import NOTHING, Alloy, Box, Findings, Mechanism, Names, Orac
 from fedalloy.client import Client, Step
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, NonNegative, Share01
+from fedalloy.ranges import Layers, NonNegative, Share01
 from fedalloy.registry import recipe
 from fedalloy.site import Frozen, Site
 
@@ -38,7 +38,7 @@ class CompactHead(Mechanism):
     width: Share01 = 0.5  # r1 / d
     alpha: NonNegative = 0.1
     encoder: Encoder = "mlp"
-    depth: AtLeastOne = 1
+    depth: Layers = 1
     main_loss: bool = True
 
     gives = frozenset({"compact features"})
@@ -251,7 +251,7 @@ def fedrda(
     width: Share01 = 0.5,
     rank: Share01 = 0.25,
     encoder: Encoder = "mlp",
-    depth: AtLeastOne = 1,
+    depth: Layers = 1,
     decomposition: Decomposition = "svd",
     scores: Literal["softmax", "logits"] = "softmax",
     kappa: Kappa = "constant",

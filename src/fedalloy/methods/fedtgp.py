@@ -16,7 +16,7 @@ from fedalloy.client import Client
 from fedalloy.mechanisms.class_means import each_mean, held_means, labelled, mean_features
 from fedalloy.mechanisms.common_width import CommonWidth
 from fedalloy.methods.fedproto import NearestPrototype, PrototypePull
-from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative
+from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative, Width
 from fedalloy.registry import recipe
 from fedalloy.server import Server
 from fedalloy.site import seeded
@@ -122,7 +122,7 @@ def fedtgp(
     server_lr: NonNegative | None = None,
     server_batch: AtLeastOne | None = None,
     evaluate: Literal["proto", "head"] = "proto",
-    feature_dim: AtLeastOne | None = None,
+    feature_dim: Width | None = None,
 ) -> Alloy:
     trained = TrainedPrototypes(server_epochs, tau, server_lr, server_batch)
     by = [NearestPrototype()] if evaluate == "proto" else []

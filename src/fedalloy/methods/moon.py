@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedalloy.alloy import Alloy, Box, Mechanism, alloy
 from fedalloy.client import Client, Step
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, NonNegative, Positive
+from fedalloy.ranges import Few, NonNegative, Positive, Width
 from fedalloy.registry import recipe
 from fedalloy.site import Site
 from fedalloy.wire import Items
@@ -23,7 +23,7 @@ from fedalloy.wire import Items
 class Projector(Mechanism):
     """z = W2 ReLU(W1 h): the classifier reads z, so the projection is part of the deployed model."""
 
-    width: AtLeastOne = 256
+    width: Width = 256
 
     claims = frozenset({"the neck"})
 
@@ -42,7 +42,7 @@ class Contrast(Mechanism):
 
     mu: NonNegative = 5.0
     temperature: Positive = 0.5
-    buffer_size: AtLeastOne = 1
+    buffer_size: Few = 1
 
     needs = frozenset({"global model"})
 
@@ -76,8 +76,8 @@ def contrast(z: Tensor, references: list[Tensor], temperature: float) -> Tensor:
 def moon(
     mu: NonNegative = 5.0,
     temperature: Positive = 0.5,
-    proj_dim: AtLeastOne = 256,
-    buffer_size: AtLeastOne = 1,
+    proj_dim: Width = 256,
+    buffer_size: Few = 1,
     projection: Literal["mlp", "penultimate"] = "mlp",
 ) -> Alloy:
     neck = [Projector(proj_dim)] if projection == "mlp" else []

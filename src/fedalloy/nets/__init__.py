@@ -1,13 +1,13 @@
 """The model zoo: nets by name, sized by the data they read."""
 
 from collections.abc import Callable
-from inspect import getdoc
-from typing import NamedTuple
+from inspect import getdoc, signature
+from typing import Any, NamedTuple
 
 import torch
 
 from fedalloy.errors import FedAlloyError, unknown
-from fedalloy.expression import Foreign, single
+from fedalloy.expression import Foreign, Term, single
 from fedalloy.imports import Imports, found, installed
 from fedalloy.nets.adopt import adopt, made_by
 from fedalloy.nets.base import Inputs, Kind, Net, Outputs
@@ -36,6 +36,7 @@ __all__ = [
     "build",
     "names",
     "size_of",
+    "spelled",
     "width_of",
 ]
 
@@ -74,6 +75,7 @@ _CHANNELS_FIRST = {"mlp", "vgg11", "vit-tiny", "vit-b16", "vit-b32", "bilstm"}  
 _PRETTY = {name.replace("-", ""): name for name in _FACTORIES}
 _PLURAL: dict[Kind, str] = {"image": "images", "vector": "vectors", "tokens": "tokens"}
 _INSTEAD: dict[Kind, str] = {"image": "cnn, resnet18 or mlp", "vector": "mlp", "tokens": "bilstm"}
+_LARGEST = 500_000_000  # parameters, 2 GB: of which a federation holds several copies
 _SMALLEST = 8  # the least side of an image that every convolutional model can read
 
 
@@ -91,12 +93,38 @@ def build(text: str, inputs: Inputs, imports: Imports | None = None) -> Net:
     if term.name not in _PRETTY:
         if factory := installed("fedalloy.models", term.name):
             return made_by(factory, term, inputs)
-        raise unknown("model", text.partition("(")[0].strip().lower(), _FACTORIES)
+        raise _unknown(text)
     model = _PRETTY[term.name]
     _require_readable(model, inputs)
-    net = _FACTORIES[model](inputs, **checked(model, _FACTORIES[model], term.parameters))
+    parameters = checked(model, _FACTORIES[model], term.parameters)
+    if parameters:
+        _require_moderate(model, inputs, parameters)
+    net = _FACTORIES[model](inputs, **parameters)
     net.channels_last = model not in _CHANNELS_FIRST
     return net
+
+
+def spelled(text: str) -> str:
+    """A model's one name, however it was typed: its weights are drawn by it.
+
+    Parameters stand in the order of the model's own; those that have their default are left out.
+
+    >>> spelled("CNN_BN"), spelled("mlp( depth=2, hidden = 64 )"), spelled("resnet18(width=1.0, norm='group')")
+    ('cnn-bn', 'mlp(depth=2)', 'resnet18(norm=group)')
+    """
+    term = single(text)
+    if isinstance(term, Foreign):
+        return str(Term(f"{term.module}:{term.name}", term.parameters))
+    if term.name not in _PRETTY:
+        if installed("fedalloy.models", term.name):
+            return str(term)
+        raise _unknown(text)
+    name = _PRETTY[term.name]
+    given = checked(name, _FACTORIES[name], term.parameters)
+    known = signature(_FACTORIES[name]).parameters
+    changed = [key for key in known if key in given and given[key] != known[key].default]
+    inside = ", ".join(f"{key}={_typed(given[key])}" for key in changed)
+    return f"{name}({inside})" if inside else name
 
 
 def names() -> list[Model]:
@@ -131,8 +159,29 @@ def width_of(text: str, inputs: Inputs, imports: Imports | None = None) -> int:
         return build(text, inputs, imports).width
 
 
+def _typed(value: Any) -> str:
+    """A value as people type it: 2 for 2.0, and a word without quotes."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return value if isinstance(value, str) else repr(value)
+
+
+def _unknown(text: str) -> FedAlloyError:
+    return unknown("model", text.partition("(")[0].strip().lower(), _FACTORIES)
+
+
 def _kinds(name: str) -> tuple[Kind, ...]:
     return _READS.get(name, ("image",))
+
+
+def _require_moderate(model: str, inputs: Inputs, parameters: dict[str, Any]) -> None:
+    """Refuse what no memory holds, before any of it is taken."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        size = sum(p.numel() for p in _FACTORIES[model](inputs, **parameters).parameters())
+    if size > _LARGEST:
+        raise FedAlloyError(
+            f"{Term(model, parameters)} has {size:,} parameters; a model may have {_LARGEST:,}: make it smaller"
+        )
 
 
 def _require_readable(model: str, inputs: Inputs) -> None:

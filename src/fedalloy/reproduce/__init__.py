@@ -7,7 +7,7 @@ from typing import Any
 from fedalloy.config import flag
 from fedalloy.errors import FedAlloyError, unknown
 from fedalloy.expression import slug
-from fedalloy.processes import keep_memory
+from fedalloy.processes import keep_memory, require_cores
 from fedalloy.reproduce import costs, fedblade, feddw, fedrda, fedsce, matrix_report, ssf
 from fedalloy.reproduce.grid import Grid, Judge, Scale, Settings, by_seed, named
 from fedalloy.reproduce.playing import Tick, play
@@ -83,6 +83,7 @@ def reproduce(
         if given:
             raise FedAlloyError(f"{MATRIX} has settings of its own; leave {', '.join(map(flag, given))} away")
         return _matrix(out / slug(item), only, on_round, images=images)
+    require_cores("--jobs", jobs)
     grid = GRIDS[item].judged(judge) if judge else GRIDS[item]
     named(only, grid, item)
     runs = out / "runs"

@@ -116,7 +116,8 @@ class Grid:
         less = {**self.cpu, **column.cpu, **row.cpu} if scale == "cpu" else {}
         values = {**self.base, **column.settings, **row.settings, **less, **given}
         method = row.method.format(**column.fill) if column.fill else row.method
-        return {seed: Config.of({**values, "method": method, "seed": seed}) for seed in seeds or self.seeds}
+        base = Config.of({**values, "method": method}).spelled()
+        return {seed: base.model_copy(update={"seed": seed}) for seed in seeds or self.seeds}
 
     def _paper(self, row: Row, column: Column) -> Sequence[float | None]:
         if not row.paper:
