@@ -129,6 +129,27 @@ def test_of_texts_too_by_the_words_of_the_training(tmp_path: Path) -> None:
     assert torch.allclose(program(ids), result.model(ids), atol=1e-5)
 
 
+def test_numbers_are_places_among_the_classes(tmp_path: Path) -> None:
+    """As in training, whatever the classes are called."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
+    np.savez(tmp_path / "grades.npz", x=x, y=y, class_names=["2", "0", "1"])
+    model = trained(tmp_path, "grades", data_root=tmp_path).model
+    assert model.class_names == ("2", "0", "1")
+
+    def labels(y: Any, **more: Any) -> tuple[int, ...] | None:
+        np.savez(tmp_path / "new.npz", x=x[: len(y)], y=y, **more)
+        return fa.predict(model, tmp_path / "new.npz").labels
+
+    assert labels([0, 1, 2]) == (0, 1, 2)
+    assert labels([0.0, 2.0]) == (0, 2)
+    assert labels(["0", "1", "2"]) == (1, 2, 0)
+    assert labels([0, 1, 2], class_names=["0", "1", "2"]) == (1, 2, 0)
+    for wrong in ([3], [-1], [0.5], [np.nan], ["x"]):
+        with pytest.raises(fa.FedAlloyError, match=r"label .*(out of range|no class)"):
+            labels(wrong)
+
+
 def test_images_as_users_have_them(digits: Result) -> None:
     dataset = fa.federate("digits", clients=3, skew="iid").dataset
     x, model = dataset.x[:4], digits.model
@@ -416,6 +437,97 @@ def test_weights_that_are_not_the_nets_are_refused(file: Path, tmp_path: Path) -
         path.write_bytes(dump(bad, {**card, "weights_sha256": fingerprint(bad)}))
         with pytest.raises(fa.FedAlloyError, match=r"m\.safetensors"):
             fa.load_model(path)
+
+
+def headed(header: bytes, body: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
+
+
+HOSTILE = {
+    "nothing": b"",
+    "pickle": b"\x80\x04cos\nsystem\n(S'touch evil'\ntR.",
+    "endless header": b"\xff" * 16,
+    "no card": headed(b"{}"),
+    "brackets": headed(b"[" * 10**6),
+    "braces": headed(b'{"a":' * 10**5),
+    "card of brackets": headed(b'{"__metadata__":{"facts":"' + b"[" * 10**5 + b'"}}'),
+    "card of digits": headed(b'{"__metadata__":{"facts":"' + b"9" * 10**5 + b'"}}'),
+    "a giant": headed(b'{"a":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4]}}', b"1234"),
+    "less than none": headed(b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"1234"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.safetensors").write_bytes(HOSTILE[name])
+    for words in (
+        ["predict", "m.safetensors", "new.csv", "--out", "out.csv"],
+        ["export", "m.safetensors", "m.pt2"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: m.safetensors is no model")
+        assert said.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_a_card_that_names_code_imports_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    for place, text in (
+        ("model", "evil:net"),
+        ("models", ["mlp", "evil:net"]),
+        ("method", "fedavg()+evil:boom(cmd='x')"),
+        ("method", "fml(meme='evil:net')"),
+    ):
+        changed(file, tmp_path / "m.safetensors", **{place: text})
+        with pytest.raises(SystemExit) as stop:
+            main(["predict", "m.safetensors", "new.csv"])
+        assert stop.value.code == 2
+        assert "names code outside of FedAlloy (evil:" in capsys.readouterr().err
+    assert not Path("imported").exists()
+
+
+def test_names_of_classes_cannot_speak_to_the_terminal(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, card = restore(file.read_bytes())
+    names = ["\x1b[2J[red]", *"abcdefghi"]
+    how = {**card["preprocessing"], "class_names": names}  # type: ignore[dict-item]
+    model = changed(file, tmp_path / "m.safetensors", preprocessing=how)
+    np.savez(tmp_path / "new.npz", x=np.zeros((3, 8, 8), np.uint8), y=[0, 0, 0])
+    main(["predict", str(model), str(tmp_path / "new.npz")])
+    said = capsys.readouterr().out
+    assert "?[2J[red]" in said
+    assert "\x1b[2J" not in said
+
+
+def test_no_file_is_written_over(digits: Result, file: Path, tmp_path: Path) -> None:
+    before, samples = file.read_bytes(), tmp_path / "new.npz"
+    np.savez(samples, x=np.zeros((3, 8, 8), np.uint8))
+    for write in (
+        lambda: fa.export(digits.folder, file),
+        lambda: digits.model.save(file),
+        lambda: fa.predict(file, samples, samples),
+        lambda: fa.predict(file, samples, file),
+    ):
+        with pytest.raises(fa.FedAlloyError, match="exists already"):
+            write()
+    for write in (
+        lambda: fa.export(digits.folder, tmp_path / "no" / "m.pt2"),
+        lambda: fa.predict(file, samples, tmp_path / "no" / "out.csv"),
+    ):
+        with pytest.raises(fa.FedAlloyError, match="cannot write"):
+            write()
+    assert file.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["new.npz"]
 
 
 @pytest.mark.fuzz

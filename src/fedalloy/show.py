@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fedalloy import report
 from fedalloy.data.picture import partition_table
-from fedalloy.errors import writing
+from fedalloy.errors import plain, writing
 from fedalloy.federation import Federation
 from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables
 from fedalloy.report.figures import drawn_partition
@@ -104,15 +104,16 @@ def predictions(console: Console, found: Predictions, out: Path | None) -> None:
     for name in ("sample", *(["label"] if found.labels else []), "predicted", "probability"):
         table.add_column(name, justify="right" if name == "probability" else "left")
     for number, row in enumerate(found.rows[:MOST_ROWS]):
-        label = [escape(found.class_names[found.labels[number]])] if found.labels else []
-        table.add_row(escape(found.titles[number]), *label, escape(row.name), f"{row.probability:.3f}")
+        label = [found.class_names[found.labels[number]]] if found.labels else []
+        words = (found.titles[number], *label, row.name)  # a stranger's model may have named the classes
+        table.add_row(*(escape(plain(word)) for word in words), f"{row.probability:.3f}")
     console.print(table)
     if found.accuracy is not None:
         console.print(f"accuracy {100 * found.accuracy:.2f} % of {len(found.rows)} samples")
     if len(found.rows) > MOST_ROWS and out is None:
         console.print(f"{MOST_ROWS} of {len(found.rows)} samples; all of them with --out predictions.csv")
     if found.ignored:
-        console.print(f"columns that the model does not read: {escape(', '.join(found.ignored))}")
+        console.print(f"columns that the model does not read: {escape(plain(', '.join(found.ignored)))}")
     if out is not None:
         files(console, predictions=out)
 

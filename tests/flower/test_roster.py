@@ -189,6 +189,15 @@ def test_what_is_no_key(tmp_path: Path) -> None:
         Roster(tmp_path / "roster.json").follow(keys_in(place), lambda name, file: 1, lambda node: None)
 
 
+def test_a_server_that_takes_no_run_yet_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Deployment, "__init__", lambda self, folder: setattr(self, "folder", folder))
+    monkeypatch.setattr(Deployment, "flwr", lambda *_: {})
+    with pytest.raises(FedAlloyError, match="wait until it says that it is ready"):
+        Deployment(tmp_path).start_run()
+
+
 def test_there_is_no_run_without_a_server(tmp_path: Path) -> None:
     made = Deployment.create(
         tmp_path / "made", Config(clients=2), Terms(sites="dealt"), ["127.0.0.1"], free_port()

@@ -202,6 +202,8 @@ class Deployment:
         """Hand the app to the SuperLink; the number of the run."""
         words = [word for one in overrides for word in ("--run-config", one)]
         answer = self.flwr("run", str(self.folder / "app"), LINK, "--format", "json", *words)
+        if "run-id" not in answer:
+            raise FedAlloyError("the server has not taken the run; wait until it says that it is ready")
         return int(answer["run-id"])
 
     def status(self, run: int) -> tuple[str, str]:

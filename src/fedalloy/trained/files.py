@@ -134,7 +134,7 @@ def _skeleton(card: Card, path: Path, imports: Imports | None) -> Net:
     method = registry.make(card.method, imports)
     site = Site(method, card.model, inputs, card.seed, card.models, rounds=card.rounds, imports=imports)
     if card.which == "aux" and not hasattr(site.net, "aux"):
-        raise FedAlloyError(f"{path}: {card.method[:80]} has no auxiliary model")
+        raise FedAlloyError(f"{path}: {card.method[:80]!r} has no auxiliary model")
     net = site.net.aux if card.which == "aux" else site.net
     if card.which == "personal" and hasattr(net, "aux"):
         del net.aux
@@ -152,7 +152,7 @@ def _refuse_giants(card: Card, path: Path) -> None:
             net = nets.build(str(name), card.preprocessing.inputs)
             parameters = sum(p.numel() for p in net.parameters())
             if parameters > MOST_NUMBERS:
-                raise FedAlloyError(f"{path}: {name} would have {parameters:,} parameters here")
+                raise FedAlloyError(f"{path}: {name!r} would have {parameters:,} parameters here")
 
 
 def _is_net(word: object) -> bool:

@@ -47,6 +47,7 @@ def _npz(path: Path, how: Preprocessing) -> Found:
             name, label = ("x", "y") if "x" in keys else ("x_test", "y_test")
             x: Array | None = file[name] if name in keys else None
             y: Array | None = file[label] if label in keys and x is not None else None
+            own = tuple(map(str, file["class_names"].ravel().tolist())) if "class_names" in keys else ()
     except Exception:  # whatever numpy says to a file that is none of its own
         raise FedAlloyError(f"{path} is no readable npz file of plain arrays") from None
     if x is None:
@@ -57,7 +58,20 @@ def _npz(path: Path, how: Preprocessing) -> Found:
         return Found(made, titles)
     if y.size != len(made):
         raise FedAlloyError(f"{path}: {len(made)} samples but {y.size} labels")
-    return Found(made, titles, _labels(path, [str(word) for word in y.ravel().tolist()], how))
+    return Found(made, titles, _labels(path, _spelt(path, y, own or tuple(_known(how))), how))
+
+
+def _spelt(path: Path, y: Array, names: tuple[str, ...]) -> list[str]:
+    """Labels as names of classes; numbers are places in `names`, as in training."""
+    words = y.ravel().tolist()
+    if y.dtype.kind not in "iufb":
+        return [str(word) for word in words]
+    for word in words:
+        if word not in range(len(names)):  # 1.5 and NaN neither
+            raise FedAlloyError(
+                f"{path}: label {word} is out of range; there are {len(names)} classes, from 0"
+            )
+    return [names[int(word)] for word in words]
 
 
 def _table(path: Path, how: Preprocessing) -> Found:
