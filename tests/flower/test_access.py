@@ -334,7 +334,7 @@ def test_why_a_site_is_not_let_in(
 
 def test_a_site_with_a_strangers_key_ends_with_the_reason(server: Federation, bundle: Path) -> None:
     """Flower's SuperNode ends with code 0 and no word; the site's command does not."""
-    said = fedalloy("deploy", "site", str(bundle), "--patience", "0")
+    said = fedalloy("deploy", "site", str(bundle), "--patience", "0")  # which is told before it starts one
     assert said.code == 2
     assert "this key is not registered" in " ".join(said.err.split())
     assert "this key is not registered" in " ".join(said.out.split())  # at once, too

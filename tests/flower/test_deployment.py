@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fedalloy.config import Config
-from fedalloy.flower.credentials import make_site_key
+from fedalloy.flower.credentials import make_site_key, renew_authority, renew_certificate
 from fedalloy.flower.deploy import Deployment, dies_with_us, free_port, site_process
 from fedalloy.flower.terms import Terms
 from fedalloy.folder import RunFolder
@@ -254,6 +254,19 @@ def test_the_server_is_killed_and_carries_on(federation: Federation, tmp_path: P
     summary = federation.run("cut", 'method="scaffold"', "rounds=3")
     assert summary["weights_sha256"] == inline(tmp_path / "inline", method="scaffold", rounds=3)
     assert summary["rounds"] == 3
+
+
+@LONG
+def test_the_authority_is_replaced_while_sites_live(federation: Federation, tmp_path: Path) -> None:
+    """They hold both before the server shows a certificate of the new one, and are back without a hand on them."""
+    place = federation.folder / "credentials"
+    renew_authority(place, federation.folder / "sites")
+    renew_certificate(place)
+    until(lambda: "the new certificate is in use" in federation.log("server"), "the new certificate")
+    federation.kill_server()  # all have to connect anew
+    federation.start_server()
+    summary = federation.play("authority", 'method="scaffold"')
+    assert summary["weights_sha256"] == inline(tmp_path / "inline", method="scaffold")
 
 
 @LONG

@@ -179,21 +179,21 @@ def site(
     with for_owner_only(), site_log(kept), _until_stopped():
         Audit(kept).verify()
         while True:
-            began = time.monotonic()
-            running = site_process(bundle.resolve(), server, node, kept, look_every=look_every)
-            with running as (process, address, secret):
-                work(address, secret, answer, lambda: process.poll() is None)
-                now = time.monotonic()
             why = refusal(bundle, server, told["client"])
             if why and why != said:
-                terminal.print(why, soft_wrap=True, markup=False)
-            said = why
-            if why is None and now - began > SETTLED:
-                refused_since = now
-            elif now - refused_since > patience:
+                terminal.print(f"{why} (tried again for {patience:g} s)", soft_wrap=True, markup=False)
+            said, ended = why, None
+            if why is None:
+                began = time.monotonic()
+                running = site_process(bundle.resolve(), server, node, kept, look_every=look_every)
+                with running as (process, address, secret):
+                    work(address, secret, answer, lambda: process.poll() is None)
+                ended = process.returncode
+                if time.monotonic() - began > SETTLED:
+                    refused_since = time.monotonic()
+            if time.monotonic() - refused_since > patience:
                 raise FedAlloyError(
-                    why
-                    or f"{server} did not let this site in for {patience:g} s (code {process.returncode}); see above"
+                    why or f"the SuperNode ended again and again for {patience:g} s (code {ended}); see above"
                 )
             time.sleep(PAUSE)
 

@@ -14,6 +14,7 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIG
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.superlink.routers.fleet.router import router
 
+from fedalloy.flower.knock import DOOR
 from fedalloy.flower.visitors import Visitors
 
 Scope = MutableMapping[str, Any]
@@ -27,7 +28,7 @@ MOST_BYTES = (
 MOST_CALLS = 64  # of one site at the same time
 SILENCE = 60.0  # seconds between two pieces of a body
 CLOSED = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}  # who is in, the operator alone decides
-OPEN = {str(vars(route)["path"]) for route in router.routes} - CLOSED
+OPEN = {str(vars(route)["path"]) for route in router.routes} - CLOSED | {DOOR}
 
 
 class Roster:
@@ -76,6 +77,8 @@ class Gate:
             await refuse(send, 404)
         elif (key := self._signer(first)) is None:
             await refuse(send, 401)
+        elif path == DOOR:
+            await refuse(send, 204)
         elif not 0 <= (length := _length(first)) <= MOST_BYTES:
             await refuse(send, 413)
         elif self.calls[key] >= MOST_CALLS or self.bytes[key] + length > MOST_BYTES:

@@ -17,7 +17,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_messa
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.roster import key_digest
 
-DOOR = "/v1/fleet/get-run"  # an empty call, which does nothing: only the gate looks at it
+DOOR = "/knock"  # answered by the gate itself: nothing of Flower's is asked
 LIMIT = 10.0  # seconds
 
 

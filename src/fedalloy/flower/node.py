@@ -3,6 +3,7 @@
 python node.py SECONDS ARGUMENTS-OF-FLOWER-SUPERNODE
 """
 
+import os
 import sys
 import time
 from typing import Any
@@ -28,6 +29,11 @@ def main() -> None:
     pause = float(sys.argv.pop(1))
     vars(start_client_internal)["time"] = Impatient(pause)
     flower_supernode()
+    # It comes back only if its connection broke for good, and a thread of its own would keep it: whoever started it
+    # has to see that, and starts it again, with the certificates and keys of then
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 if __name__ == "__main__":
