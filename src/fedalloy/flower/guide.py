@@ -9,7 +9,7 @@ PAGE = """\
 | folder | what | who gets it |
 |---|---|---|
 | `app/` | the run: method, model, rounds, limits (`pyproject.toml`, section `tool.flwr.app.config`) | the server |
-| `credentials/` | the server's certificate and key | the server only |
+| `credentials/` | the server's certificate and key, and the authority's key | the server only |
 | `sites/site-K/` | what site K needs to join: its key pair and the authority's certificate | site K only |
 | `server/` | checkpoint, history and report of the run; what Flower remembers | made by the server |
 
@@ -30,6 +30,8 @@ The server is at {address}; `site-0/site.toml` says so. Private state stays in `
     fedalloy deploy run .
     fedalloy deploy status .
     fedalloy deploy stop .
+
+A site's key is replaced with `fedalloy deploy key . site-0 --new`, and let out with `--remove`.
 
 After a crash of anything, start it again with the same command. A run that was cut short carries on from its last
 checkpoint with `fedalloy deploy run .`.
