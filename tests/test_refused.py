@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from disk import disk_with
 from fedalloy import registry
 from fedalloy.alloy import Mechanism
 from fedalloy.bench import play as benches
@@ -121,4 +122,18 @@ def test_a_single_file(out: str, here: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(benches, "play", lambda *_: pytest.fail("the clock ran"))
     refused("partition", "--clients", "3", "--out", out)
     refused("bench", "--only", "T", "--out", out)
+    refused("preprocessing", "digits", "--out", out)
     assert os.listdir(here) == ["file"]
+
+
+@pytest.mark.parametrize("out", ["new/" + "x" * 300, "file/below", "file"])
+def test_a_deployment(out: str, here: Path) -> None:
+    (here / "file").write_text("")
+    refused("deploy", "init", out, "--clients", "2", "--class-names", "a,b")
+    assert os.listdir(here) == ["file"]
+
+
+def test_a_deployment_that_does_not_fit_on_the_disk(here: Path) -> None:
+    with disk_with(10):
+        refused("deploy", "init", "new/made", "--clients", "2", "--class-names", "a,b")
+    assert not list(here.iterdir())

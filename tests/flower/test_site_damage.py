@@ -75,7 +75,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             site = Site(kind, room / "state")
             for run in (RUN, OTHER):
                 site.answer(1, run)
+            shutil.copytree(room / "state", room / "earlier")
+            for run in (RUN, OTHER):
                 site.answer(2, run)
+            shutil.copytree(room / "earlier", room / "state" / "earlier")  # what a backup may hold
             shutil.copytree(room / "state", room / "before")
             made[kind] = site, room / "before", site.answer(3)
         site, before, expected = made[kind]
@@ -115,7 +118,7 @@ def edited(path: Path, change: Callable[[Any], object]) -> None:
 
 
 KEPT, SECRET, JOURNAL = f"{RUN}/000001/000002.safetensors", f"secrets/{RUN}", f"journal/{RUN}.json"
-FOREIGN = f"{OTHER}/000001/000002.safetensors"
+COUNT = f"counts/{RUN}"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "state deleted": ("stateful", lambda at: (at / KEPT).unlink(), KEPT),
     "all state deleted": ("stateful", lambda at: shutil.rmtree(at / RUN), KEPT),
@@ -142,6 +145,18 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda at: shutil.copy(at / f"journal/{OTHER}.json", at / JOURNAL),
         JOURNAL,
     ),
+    "journal of the round before": (
+        "private",
+        lambda at: shutil.copy(at / "earlier" / JOURNAL, at / JOURNAL),
+        JOURNAL,
+    ),
+    "count of the round before": (
+        "stateful",
+        lambda at: (at / COUNT).write_text("1"),
+        COUNT,
+    ),
+    "count garbage": ("private", lambda at: (at / COUNT).write_text("many"), COUNT),
+    "count deleted": ("private", lambda at: (at / COUNT).unlink(), COUNT),
     "journal a folder": ("private", lambda at: as_folder(at / JOURNAL), JOURNAL),
     "an answer forgotten": (
         "private",
@@ -212,10 +227,12 @@ def test_epsilon_does_not_go_down(make: Make, tmp_path: Path) -> None:
 def harmed(state: Path, chance: random.Random) -> str:
     """One damage to what belongs to the run."""
     files = sorted(path for path in state.rglob("*") if path.is_file() and path.name != ".lock")
-    path = chance.choice([path for path in files if RUN in str(path.relative_to(state))])
+    path = chance.choice(
+        [path for path in files if RUN in str(name := path.relative_to(state)) and name.parts[0] != "earlier"]
+    )
     other = chance.choice(files)
     how = chance.choice(
-        ["flip", "cut", "delete", "empty", "append", "folder", "link", "pipe", "copy", "parent"]
+        ["flip", "cut", "delete", "empty", "append", "folder", "link", "pipe", "copy", "parent", "earlier"]
     )
     blob = bytearray(path.read_bytes())
     if how == "flip":
@@ -229,6 +246,9 @@ def harmed(state: Path, chance: random.Random) -> str:
         path.write_bytes(blob + chance.randbytes(chance.randint(1, 40)))
     elif how == "copy":
         path.write_bytes(other.read_bytes())
+    elif how == "earlier":
+        if (state / "earlier" / path.relative_to(state)).exists():
+            shutil.copy(state / "earlier" / path.relative_to(state), path)
     elif how == "parent":
         shutil.rmtree(path.parent)
     else:

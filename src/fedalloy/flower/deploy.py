@@ -26,7 +26,7 @@ from fedalloy.flower.guide import guide
 from fedalloy.flower.roster import ROSTER, ROSTER_FILE, Roster, keys_in, readable
 from fedalloy.flower.terms import Terms
 from fedalloy.processes import die_with
-from fedalloy.storage import write_whole
+from fedalloy.storage import make_folder, unmake, write_whole
 
 LINK = "fedalloy"  # the name of the connection in Flower's own config
 START_LIMIT = 60.0  # seconds
@@ -48,12 +48,17 @@ class Deployment:
         if folder.exists() and any(folder.iterdir()):
             raise FedAlloyError(f"{folder} exists already; give another folder")
         with for_owner_only():
-            cls._write(folder, config, terms, hosts, port)
+            made = make_folder(folder)
+            try:
+                cls._write(folder, config, terms, hosts, port)
+            except (FedAlloyError, OSError):
+                unmake(folder, made)
+                raise
         return cls(folder)
 
     @staticmethod
     def _write(folder: Path, config: Config, terms: Terms, hosts: list[str], port: int) -> None:
-        (folder / "app").mkdir(parents=True)
+        (folder / "app").mkdir()
         make_certificates(folder / "credentials", hosts)
         address = f"{hosts[0]}:{port}"
         for client in range(config.clients):

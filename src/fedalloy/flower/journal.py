@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ class Journal:
     def __init__(self, state: Path, run: str, client: int) -> None:
         self.state, self.run, self.client = state, run, client
         self.path = state / "journal" / f"{run}.json"
+        self.count = state / "counts" / run  # how often it was written: an earlier one is noticed
         self.vault = Vault(state / run)
 
     def check(self, before: int | None) -> None:
@@ -92,15 +94,18 @@ class Journal:
             yield pages
             after = json.dumps(pages, sort_keys=True)
             if after != before or not self.path.exists():
-                sealed = {"sha256": _sha(after.encode()), **pages}
-                write_whole(self.path, json.dumps(sealed).encode(), PRIVATE)
+                pages["count"] += 1
+                seal = _sha(json.dumps(pages, sort_keys=True).encode())
+                write_whole(self.path, json.dumps({"sha256": seal, **pages}).encode(), PRIVATE)
+                private_folder(self.count.parent)
+                write_whole(self.count, str(pages["count"]).encode(), PRIVATE)
         finally:
             os.close(lock)
 
     def _read(self) -> Pages:
         if not os.path.lexists(self.path):
             self._refuse_orphans()
-            return {"run": self.run, "files": {}, "clients": {}}
+            return {"run": self.run, "count": 0, "files": {}, "clients": {}}
         try:
             pages = json.loads(read_whole(self.path))
             seal = pages.pop("sha256")
@@ -112,12 +117,16 @@ class Journal:
             or pages.get("run") != self.run
         ):
             raise damaged(self.path, "it is not what this site wrote")
+        told = read_whole(self.count) if os.path.lexists(self.count) else b"0"
+        if not re.fullmatch(rb"[0-9]{1,18}", told) or not 0 <= pages["count"] - int(told) <= 1:
+            older = self.path if told.isdigit() and int(told) > pages["count"] else self.count
+            raise damaged(older, "it is not the last one that this site wrote")
         found: Pages = pages
         return found
 
     def _refuse_orphans(self) -> None:
         """The journal comes first: where anything of its run is there without it, it was lost."""
-        for name in (self.run, f"secrets/{self.run}", f"preprocessing/{self.run}.json"):
+        for name in (self.run, f"counts/{self.run}", f"secrets/{self.run}", f"preprocessing/{self.run}.json"):
             if os.path.lexists(self.state / name):
                 raise damaged(self.path, f"it is missing, and {self.state / name} is there")
 
