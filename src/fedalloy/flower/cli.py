@@ -159,27 +159,29 @@ def site(
     from fedalloy.flower.deploy import site_process
     from fedalloy.flower.errors import site_log
     from fedalloy.flower.knock import check_bundle, refusal
+    from fedalloy.flower.plausible import address_of
     from fedalloy.flower.site import answer
     from fedalloy.flower.worker import work
 
-    told = _site(bundle)
+    client, named = _site(bundle)
+    server = address_of(superlink or named)
     check_bundle(bundle)
     kept = (state or bundle / "state").resolve()
-    node: dict[str, Any] = {"client": told["client"], "state": str(kept)}
+    node: dict[str, Any] = {"client": client, "state": str(kept)}
     node |= {"data-root": str(data_root.resolve())} if data_root else {}
     node |= {"data": data} if data else {}
-    node |= {"superlink": superlink or told["superlink"]}
+    node |= {"superlink": server}
     node |= {"allow-code": True} if allow_code else {}
     node |= {"only-masked": True} if only_masked else {}
     node |= {"most-epsilon": most_epsilon} if most_epsilon is not None else {}
     logging.getLogger("fedalloy").addHandler(logging.StreamHandler())
-    server, terminal = superlink or told["superlink"], console()
-    terminal.print(f"site {told['client']} of {server}: private state in {kept}", soft_wrap=True)
+    terminal = console()
+    terminal.print(f"site {client} of {server}: private state in {kept}", soft_wrap=True)
     refused_since, said = time.monotonic(), None
     with for_owner_only(), site_log(kept), _until_stopped():
         Audit(kept).verify()
         while True:
-            why = refusal(bundle, server, told["client"])
+            why = refusal(bundle, server, client)
             if why and why != said:
                 terminal.print(f"{why} (tried again for {patience:g} s)", soft_wrap=True, markup=False)
             said, ended = why, None
@@ -435,11 +437,23 @@ def _watch(made: "Deployment", number: int, place: RunFolder, on_round: Any) -> 
         time.sleep(0.2)
 
 
-def _site(bundle: Path) -> dict[str, Any]:
+def _site(bundle: Path) -> tuple[int, str]:
+    """Which client this is, and where its server is: all that whoever made the folder has a say in."""
     try:
-        return tomllib.loads((bundle / "site.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError):
+        told = tomllib.loads((bundle / "site.toml").read_text())
+    except (OSError, ValueError, RecursionError):
         raise FedAlloyError(f"{bundle} is no site's folder: it needs site.toml, key and ca.pem") from None
+    client, server = told.get("client"), told.get("superlink")
+    if (
+        type(client) is not int
+        or client < 0
+        or not isinstance(server, str)
+        or told.keys() - {"client", "superlink"}
+    ):
+        raise FedAlloyError(
+            f'{bundle / "site.toml"} holds other lines than client = 0 and superlink = "HOST:PORT"; ask for it again'
+        )
+    return client, server
 
 
 def _preprocessing(run_folder: Path) -> str | None:

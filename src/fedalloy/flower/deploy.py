@@ -280,6 +280,9 @@ def site_process(
     extra: Sequence[str] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, bytes]]:
     """A SuperNode in process isolation: the process, its local address, and the secret for asking there."""
+    for name, value in node.items():
+        if isinstance(value, str) and not set(value).isdisjoint('"\\\n\r'):  # would begin another setting
+            raise FedAlloyError(f"{name} {value!r} must hold neither quotes nor backslashes nor line breaks")
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     state.chmod(0o700)
     secret, port = secrets.token_bytes(32), free_port()

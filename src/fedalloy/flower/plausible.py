@@ -26,6 +26,17 @@ def hosts_of(text: str) -> list[str]:
     return hosts
 
 
+def address_of(text: str) -> str:
+    """HOST:PORT, and nothing that could be taken for anything else."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if ":" in host else host
+    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535 and _is_host(host)):
+        raise FedAlloyError(
+            f"{text[:80]!r} is no address of a server; type such as --superlink example.org:9092"
+        )
+    return text
+
+
 def check_plan(config: Config, terms: Terms, imports: Imports | None, port: int | None = None) -> None:
     """Refuse what could not run: a port, a list of classes, a run folder, a method that cannot do what is asked."""
     if port is not None and not 1 <= port <= 65535:
