@@ -179,6 +179,25 @@ def test_a_folder_needs_leave_for_foreign_names(evil: Path) -> None:
     assert fa.resume("run", allow_code=True).accuracy
 
 
+@pytest.mark.parametrize("address", ["example.org:6379", "127.0.0.1:6379", "ray://example.org:1"])
+def test_a_cluster_that_a_file_names_needs_leave(evil: Path, address: str) -> None:
+    """Whoever holds the head of a Ray cluster runs code on the machines that join it."""
+    Path("some.toml").write_text(f'engine = "ray"\nray_address = "{address}"\nclients = 2\nrounds = 1\n')
+    for command in ("run", "compare fedavg", "tune fedprox --trials 1"):
+        said = fedalloy(*command.split(), "--config", "some.toml", "--out", "out")
+        assert said.code == 2
+        assert f"names a Ray cluster ({address}), which can run code here" in " ".join(said.err.split())
+        assert not Path("out").exists()
+    config = Config.of({**SMALL, "rounds": 1, "method": "fedavg"})
+    start(config, Path("run"))
+    text = Path("run/config.toml").read_text()
+    Path("run/config.toml").write_text(f'{text}ray_address = "{address}"\n')
+    Path("run/summary.json").unlink()
+    assert "names a Ray cluster" in " ".join(fedalloy("run", "--resume", "run").err.split())
+    with pytest.raises(FedAlloyError, match="names a Ray cluster"):
+        fa.resume("run")
+
+
 def test_installed_packages_may_offer_names(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("plug.dist-info").mkdir()
     Path("plug.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1\n")

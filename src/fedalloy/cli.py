@@ -30,7 +30,7 @@ from fedalloy.federation import federate
 from fedalloy.flower.cli import deploy
 from fedalloy.flower.terms import Terms
 from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports, allowed
+from fedalloy.imports import Imports, allowed, refuse_cluster
 from fedalloy.presets import PRESETS
 from fedalloy.ranges import LEAST, MOST, AtLeastOne, Few, expected
 from fedalloy.report import write_comparison_report, write_run_report, write_tables
@@ -600,7 +600,10 @@ def _merged(file: Path | None, given: dict[str, Any]) -> Config:
 def _imports(file: Path | None, given: dict[str, Any], allow_code: bool) -> Imports:
     """The permission to import what was typed; an error if a file names other code and nobody allowed that."""
     if file:
-        allowed(str(file), Config.read(file), given, allow_code=allow_code)
+        found = Config.read(file)
+        allowed(str(file), found, given, allow_code=allow_code)
+        if not allow_code:
+            refuse_cluster(str(file), found, given)
     return Imports()
 
 

@@ -29,7 +29,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.evaluate import evaluate
 from fedalloy.federation import Federation, federate
 from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports, allowed
+from fedalloy.imports import Imports, allowed, refuse_cluster
 from fedalloy.processes import require_cores
 from fedalloy.random import generator
 from fedalloy.replies import Outcome
@@ -209,6 +209,8 @@ def resume(
     folder = RunFolder.existing(path)
     stored = folder.config
     imports = allowed(str(path / "config.toml"), stored.model_dump(), allow_code=allow_code)
+    if config is None and not allow_code:
+        refuse_cluster(str(path / "config.toml"), stored.model_dump())
     config = config.like(stored) if config else stored
     if changed := stored.differences(config):
         raise FedAlloyError(

@@ -61,3 +61,21 @@ def test_no_setting_of_a_node_can_bring_another(tmp_path: Path) -> None:
     ):
         pass
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("change", ["component", "module", "package"])
+def test_an_app_with_code_of_its_own_needs_leave(tmp_path: Path, change: str) -> None:
+    """Flower would run it at the server."""
+    words = ("--clients", "2", "--data", "scans", "--class-names", "a,b", "--rounds", "1")
+    assert fedalloy("deploy", "init", str(tmp_path / "fed"), *words).code == 0
+    app = tmp_path / "fed" / "app"
+    if change == "component":
+        text = (app / "pyproject.toml").read_text()
+        (app / "pyproject.toml").write_text(text.replace("fedalloy.flower.apps:server_app", "evil:app"))
+    elif change == "module":
+        (app / "torch.py").write_text("print('here')\n")
+    else:
+        (app / "fedalloy").mkdir()
+    said = fedalloy("deploy", "run", str(tmp_path / "fed"))
+    assert said.code == 2
+    assert "names code outside of FedAlloy" in " ".join(said.err.split())

@@ -21,7 +21,7 @@ from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.terms import Terms, read_settings
 from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports, allowed
+from fedalloy.imports import Imports, allowed, outside
 from fedalloy.ranges import NonNegative, Positive
 from fedalloy.storage import damaged, read_whole, write_whole
 
@@ -225,6 +225,8 @@ def run(
     made, terminal = Deployment(folder), console(quiet=as_json)
     config, terms = read_settings(settings := made.settings_with(run_config))
     imports = allowed(str(made.folder / "app" / "pyproject.toml"), settings, allow_code=allow_code)
+    if made.foreign and not allow_code:
+        raise outside(made.foreign, str(made.folder / "app"))
     check_plan(config, terms, imports)
     number = made.start_run([*run_config, *_spelling(config, made.folder / "server" / terms.run_folder)])
     last = {"run": str(number), "folder": terms.run_folder, "rounds": config.rounds}

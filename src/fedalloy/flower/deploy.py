@@ -33,6 +33,13 @@ START_LIMIT = 60.0  # seconds
 NODE = Path(__file__).with_name(
     "node.py"
 )  # run as a file: it needs nothing of FedAlloy, and torch takes long to import
+OWN = frozenset(
+    {"pyproject.toml", "README.md", ".gitignore", "LICENSE"}
+)  # what an app of FedAlloy's may hold
+COMPONENTS = {
+    "serverapp": "fedalloy.flower.apps:server_app",
+    "clientapp": "fedalloy.flower.apps:client_app",
+}
 
 
 class Deployment:
@@ -77,6 +84,14 @@ class Deployment:
         found = tomllib.loads((self.folder / "app" / "pyproject.toml").read_text())
         settings: dict[str, Any] = found["tool"]["flwr"]["app"]["config"]
         return settings
+
+    @property
+    def foreign(self) -> list[str]:
+        """What Flower would run of this app that is not FedAlloy's: other components, or files of its own."""
+        app = self.folder / "app"
+        found = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
+        named = [f"{kind} = {found[kind]}" for kind in found if found[kind] != COMPONENTS.get(kind)]
+        return named + sorted(entry.name for entry in app.iterdir() if entry.name not in OWN)
 
     def settings_with(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The same with some changed, such as 'rounds=5 lr=0.1'."""
@@ -374,13 +389,9 @@ def _app(config: Config, terms: Terms) -> str:
     chosen = {**config.model_dump(exclude_none=True), **terms.model_dump(exclude_none=True)}
     for name in FREE - {"data_root"}:
         chosen.pop(name, None)
-    components = {
-        "serverapp": "fedalloy.flower.apps:server_app",
-        "clientapp": "fedalloy.flower.apps:client_app",
-    }
     app = {
         "publisher": "fedalloy",
-        "components": components,
+        "components": COMPONENTS,
         "config": {name.replace("_", "-"): value for name, value in chosen.items()},
     }
     return tomli_w.dumps(
