@@ -340,6 +340,20 @@ def test_a_site_with_a_strangers_key_ends_with_the_reason(server: Federation, bu
     assert "this key is not registered" in " ".join(said.out.split())  # at once, too
 
 
+BROKEN = """
+import sys, threading, time
+sys.argv = ["node.py", "1"]
+from fedalloy.flower import node
+node.flower_supernode = lambda: threading.Thread(target=time.sleep, args=(600,)).start()
+node.main()
+"""
+
+
+def test_a_supernode_whose_connection_broke_ends() -> None:
+    """So that it is started again; a thread of Flower's would keep the process, deaf, for ever."""
+    assert subprocess.run([sys.executable, "-c", BROKEN], timeout=120, check=False).returncode == 1
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("key", "holds no private key"), ("ca.pem", "holds no certificate")]
 )
