@@ -4,6 +4,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
 
 from fedalloy.errors import FedAlloyError
 
@@ -26,6 +29,28 @@ def die_with(parent: int, how: signal.Signals) -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, how)
         if os.getppid() != parent:  # it died before it could be watched
             os._exit(1)
+
+
+def end_after(pid: int, pause: float = 0.5) -> None:
+    """End this process, whatever it does, when that one is gone, which need not have started it."""
+
+    def watch() -> None:
+        while is_alive(pid):
+            time.sleep(pause)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that is over, and that nobody has taken note of yet, does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's, or a system without /proc
+        return True
 
 
 def keep_memory() -> None:

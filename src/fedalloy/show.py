@@ -28,13 +28,13 @@ MOST_ROWS = 20  # of predictions
 
 
 def run(console: Console, result: Result, page: Path) -> None:
-    config, summary = result.config, result.summary
+    config, summary, read = result.config, result.summary, read_run(result.folder)
     console.print(
         f"[bold]{escape(summary['title'])}[/] on {escape(config.data)}: {escape(summary['model'])}, "
-        f"{config.clients} clients, {escape(config.skew)}, seed {config.seed}"
+        f"{config.clients} clients, {escape(read.skew)}, seed {config.seed}"
         + (f"; scored on a validation split of {100 * config.validation:g} %" if config.validation else "")
     )
-    for table in run_tables(read_run(result.folder)):
+    for table in run_tables(read):
         _print(console, table)
     if summary["status"] == "diverged":
         console.print(

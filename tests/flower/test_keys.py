@@ -4,6 +4,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -306,3 +308,24 @@ def test_what_init_is_given_is_readable_by_its_owner_alone(tmp_path: Path) -> No
     loose = [str(one) for one in (tmp_path / "made").rglob("*") if one.stat().st_mode & 0o077]
     assert loose == []
     assert json.loads((tmp_path / "made" / "server" / "preprocessing.json").read_text())
+
+
+WAIT = """
+import sys, time
+from fedalloy.processes import end_after
+end_after(int(sys.argv[1]), 0.05)
+print("watching", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_ends_with_its_superlink() -> None:
+    """Flower's process of a run would go on for ever after its server was killed, and keep the run's folder locked."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as link:
+        command = [sys.executable, "-c", WAIT, str(link.pid)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
+            assert run.stdout
+            assert run.stdout.readline() == b"watching\n"
+            assert run.poll() is None
+            link.kill()  # not waited for: it is over, but still in the list of processes
+            assert run.wait(60) == 1

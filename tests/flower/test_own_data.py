@@ -1,5 +1,6 @@
 """Sites with data of their own: other files, other classes, and no data set that anybody could deal."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from loopback import Loopback
 from PIL import Image
+from rich import console
 from sklearn.datasets import load_digits
 
+from fedalloy import show
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
 from fedalloy.flower.server import serve
@@ -69,7 +72,15 @@ def test_they_train_together_and_judge_where_the_data_are(rooms: list[Path], tmp
     assert last["personal_local_acc"] > 0.6
     assert len(last["per_client"]) == 3
     assert not (result.folder / "partition.json").exists()  # who holds what is nobody's business
-    assert result.report().exists()
+    page = result.report().read_text()
+    assert "Tested at the sites, own data" in page  # by whatever model the method has
+    assert "Personal models" not in page
+    assert "data of their own" in page
+    shown = console.Console(width=200, record=True, file=io.StringIO())
+    show.run(shown, result, result.folder / "report.html")
+    assert "data of their own" in (words := shown.export_text())
+    assert "dirichlet" not in words
+    assert "Personal" not in words
 
 
 def test_the_server_may_have_a_test_set_of_its_own(rooms: list[Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 ALLOWED = "FEDALLOY_ALLOW_CODE"
+LINK = "FEDALLOY_LINK"  # the process of the SuperLink
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -16,6 +17,12 @@ client_app = ClientApp()
 def main(grid: Grid, context: Context) -> None:
     from fedalloy.flower.server import serve
     from fedalloy.imports import Imports
+    from fedalloy.processes import end_after
+
+    if link := os.environ.get(LINK):
+        end_after(
+            int(link)
+        )  # a run without its SuperLink would try for ever to reach it, and keep its folder locked
 
     allowed = os.environ.get(ALLOWED) == "1"  # by the server's operator, never by what was sent to it
     serve(grid, dict(context.run_config), Imports() if allowed else None)

@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from flwr.superlink.cli import flower_superlink
 
+from fedalloy.flower.apps import LINK
 from fedalloy.flower.bound import bind_calls
 from fedalloy.flower.gate import Gate, Roster
 from fedalloy.flower.owner import OwnerOnly
@@ -100,6 +101,7 @@ def main() -> None:
     fleet, control = (socket.socket(fileno=int(sys.argv.pop(1))) for _ in range(2))
     roster, certificate, key = (Path(sys.argv.pop(1)) for _ in range(3))
     bind_calls()
+    os.environ[LINK] = str(os.getpid())  # what starts from here inherits it
     flower_superlink.__globals__["uvicorn"] = Doors(fleet, control, roster, certificate, key)
     flower_superlink()
 

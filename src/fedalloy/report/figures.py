@@ -43,7 +43,7 @@ def curves(groups: Groups, measure: str) -> go.Figure | None:
 def accuracies(run: Run) -> go.Figure | None:
     """Every accuracy of one run against rounds."""
     figure = go.Figure()
-    for position, (measure, name) in enumerate(MEASURES.items()):
+    for position, (measure, name) in enumerate(run.measures.items()):
         rounds, values = _aligned([run], measure)
         _add_line(figure, position, name, rounds, values)
     count_rounds(figure)

@@ -41,7 +41,10 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
     """
     run = read_run(folder)
     title = f"{run.title} on {run.config['data']}" if "data" in run.config else run.title
-    facts = _question(run.config) | {"Seed": str(run.config.get("seed", 0)), "Status": run.status}
+    facts = _question({**run.config, "skew": run.skew}) | {
+        "Seed": str(run.config.get("seed", 0)),
+        "Status": run.status,
+    }
     if run.summary and run.summary.epsilon is not None:
         facts["Privacy"] = f"epsilon {run.summary.epsilon:.3g} at delta {run.summary.delta:g}"
     if run.summary and run.summary.weights_sha256:
@@ -52,7 +55,7 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
         section("Results", tables([*run_tables(run), *_refusals({"": run})])),
         section("Figures", pictures(_run_pictures(run))),
         *([section("Inside the model", pictures(inside))] if (inside := inside_pictures(run)) else []),
-        section("Reproduce", [card(code("fedalloy run --config config.toml"))]),
+        section("Reproduce", [card(code(_again(run)))]),
         section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
     ]
     return write_text(folder / "report.html", page(title, sections, plotlyjs))
@@ -98,7 +101,7 @@ def _run_pictures(run: Run) -> list[Picture]:
         Picture(
             "sent",
             "Accuracy against bytes",
-            f"{MEASURES.get(run.metric, run.metric)}; bytes sent up and down so far.",
+            f"{run.measures.get(run.metric, run.metric)}; bytes sent up and down so far.",
             figures.accuracy_by_bytes(alone, run.metric),
         ),
         _partition(run),
@@ -158,6 +161,13 @@ def _partition(run: Run) -> Picture:
     drawn = figures.partition_picture(run.partition)
     caption = f"Samples of each class at each client, seed {run.config.get('seed', 0)}."
     return Picture("partition", "Who holds what", caption, drawn)
+
+
+def _again(run: Run) -> str:
+    """What to type for the same run once more."""
+    if run.at_sites:
+        return "fedalloy deploy run DIR --run-config 'run-folder=\"again\"'"
+    return "fedalloy run --config config.toml"
 
 
 def _question(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -34,7 +34,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
 def run_tables(run: Run) -> list[Table]:
     """Accuracies and costs of one run."""
     rows = []
-    for measure, name in MEASURES.items():
+    for measure, name in run.measures.items():
         if curve := run.curve(measure):
             values = list(curve.values())
             best = max(curve, key=lambda number: curve[number])

@@ -141,6 +141,22 @@ class Run:
         return self.summary.status if self.summary else "unfinished"
 
     @property
+    def at_sites(self) -> bool:
+        """Whether sites of a real federation brought data of their own: nothing was dealt to them."""
+        return (self.folder / "preprocessing-source.json").exists()
+
+    @property
+    def skew(self) -> str:
+        """How the data came to the clients."""
+        return "data of their own" if self.at_sites else str(self.config.get("skew", ""))
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """What its accuracies are called; sites try whatever model the method has, not always a personal one."""
+        was, now = "Personal models, own data", "Tested at the sites, own data"
+        return {key: name.replace(was, now) if self.at_sites else name for key, name in MEASURES.items()}
+
+    @property
     def metric(self) -> str:
         """The headline measure, which accuracies by client and by class belong to as well."""
         return self.summary.metric if self.summary else "global_acc"
