@@ -29,7 +29,7 @@ from fedalloy.site import Site
 from fedalloy.wire import Items, Mail, Reply
 
 MLP = "mlp(hidden=16)"
-BATCHNORM = "mlp(hidden=16,norm=batch)"
+BATCHNORM = "mlp(hidden=16, norm=batch)"
 
 
 class Lab:

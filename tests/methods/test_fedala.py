@@ -247,8 +247,8 @@ def test_the_first_time_until_the_loss_settles_and_then_one_pass(monkeypatch: py
     [
         ({"threshold": 0.0}, 100),
         ({"threshold": 0.0, "max_start_epochs": 7}, 7),
-        ({"threshold": 1e9}, 11),
-        ({"threshold": 1e9, "num_pre_loss": 3}, 4),
+        ({"threshold": 1e6}, 11),
+        ({"threshold": 1e6, "num_pre_loss": 3}, 4),
         ({"start_until_converged": False}, 1),
     ],
 )

@@ -142,7 +142,7 @@ def test_means_come_from_a_pass_after_training(model: str) -> None:
 # Wire, evaluation, architectures
 
 
-@pytest.mark.parametrize("model", ["mlp(hidden=32)", "mlp(hidden=32,depth=3)"])
+@pytest.mark.parametrize("model", ["mlp(hidden=32)", "mlp(hidden=32, depth=3)"])
 def test_bytes_do_not_depend_on_the_model(model: str) -> None:
     """Check: upload is C_m k floats (and which classes); down the head, k C + C floats."""
     lab = Lab(fedgh(**QUICK), by_class([0, 1, 5], [2]), model, lr=0.05)

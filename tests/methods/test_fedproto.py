@@ -186,7 +186,7 @@ def test_classes_that_training_did_not_reach_are_not_sent() -> None:
 # The wire
 
 
-@pytest.mark.parametrize("model", ["mlp(hidden=32)", "mlp(hidden=32,depth=3)"])
+@pytest.mark.parametrize("model", ["mlp(hidden=32)", "mlp(hidden=32, depth=3)"])
 def test_bytes_do_not_depend_on_the_model(model: str) -> None:
     """Check: upload is C_m k floats, independent of model size, and which classes; down C k floats and a mask."""
     lab = Lab(fedproto(), by_class([0, 1, 5], [2]), model, lr=0.05)

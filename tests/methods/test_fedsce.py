@@ -271,7 +271,7 @@ def test_a_rank_beyond_the_layers_constrains_nothing() -> None:
     ("model", "p", "constrained"),
     [
         (MLP, 1, ["head"]),
-        ("mlp(hidden=16,depth=3)", 2, ["body.5", "head"]),
+        ("mlp(hidden=16, depth=3)", 2, ["body.5", "head"]),
         ("lenet", 2, ["body.9", "head"]),
         ("cnn-bn", 3, ["body.6", "body.7", "head"]),
         ("test_fedsce:without_affine", 2, ["body.3", "head"]),
@@ -546,7 +546,7 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
         assert len(kept["own.buffers"]) == size.buffers
 
 
-@pytest.mark.parametrize("aux_model", ["mlp(hidden=16,norm=batch)", "cnn-bn"])
+@pytest.mark.parametrize("aux_model", ["mlp(hidden=16, norm=batch)", "cnn-bn"])
 def test_the_auxiliary_model_is_tried_on_the_global_test_set(tmp_path: Path, aux_model: str) -> None:
     """Fig. 4: beside the own models, with weights and statistics as the server holds them."""
     federation, method = digits(), f"fedsce(p=1, mu=0.1, aux='{aux_model}')"

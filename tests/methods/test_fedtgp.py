@@ -209,7 +209,7 @@ def test_trained_prototypes_stand_apart() -> None:
 # Wire, predictions, architectures
 
 
-@pytest.mark.parametrize("model", ["mlp(hidden=32)", "mlp(hidden=32,depth=3)"])
+@pytest.mark.parametrize("model", ["mlp(hidden=32)", "mlp(hidden=32, depth=3)"])
 def test_bytes_do_not_depend_on_the_model(model: str) -> None:
     """Down P, C k floats, and whether there are any yet; up C_m k floats and which classes."""
     lab = Lab(fedtgp(**QUICK), by_class([0, 1, 5], [2]), model, lr=0.05)

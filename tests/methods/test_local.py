@@ -127,7 +127,7 @@ def test_clients_with_one_class_count_in_the_mean(tmp_path: Path) -> None:
 
 
 def test_architectures_may_differ(tmp_path: Path) -> None:
-    run(tmp_path, digits(), "local", models="mlp(hidden=8),mlp(hidden=16,norm=batch)", rounds=1)
+    run(tmp_path, digits(), "local", models="mlp(hidden=8),mlp(hidden=16, norm=batch)", rounds=1)
     kept = private(tmp_path)
     assert [state["own.weights"].numel() for state in kept] == [610, 1242] * 3
     assert [state["own.buffers"].numel() for state in kept] == [0, 32] * 3
