@@ -456,7 +456,7 @@ def test_without_the_library_no_round_begins(monkeypatch: pytest.MonkeyPatch, tm
     privacy._opacus.cache_clear()
     with pytest.raises(FedAlloyError, match=r"opacus: pip install 'fedalloy\[dp\]'"):
         train(FED, MLP, "fedavg+private", rounds=1, engine="inline", out=tmp_path / "run")
-    assert not (tmp_path / "run" / "history.jsonl").read_text()
+    assert not (tmp_path / "run").exists()
     privacy._opacus.cache_clear()
 
 

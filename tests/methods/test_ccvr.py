@@ -298,7 +298,7 @@ def test_a_liar_is_refused() -> None:
         "virtualfeatures.covariances": torch.zeros(2, 16, 16),
     }
     with pytest.warns(FedAlloyWarning):
-        outcome = lab.server.hear(lab.method.asking(last=True)[0], [0], [Reply(1, 0, items)])
+        outcome = lab.server.hear(lab.method.asking(last=True)[0], [0], [Reply(1, 0, items, samples=5)])
     assert outcome.refused == {0: "virtualfeatures.means has 3 rows for 2 classes"}
 
 

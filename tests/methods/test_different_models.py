@@ -11,7 +11,7 @@ from fedalloy.folder import RunFolder
 from fedalloy.registry import RECIPES, make
 from fedalloy.run import Record, Result, Setup, play, resume
 
-MODELS = "mlp(hidden=8,norm=batch),lenet,mlp(hidden=12,depth=2)"
+MODELS = "mlp(hidden=8, norm=batch),lenet,mlp(hidden=12, depth=2)"
 METHODS = [name for name, recipe in RECIPES.items() if recipe.family == "different models"]
 QUICK = {
     "fedsce": "fedsce(p=1, mu=0.1)",

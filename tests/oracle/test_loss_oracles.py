@@ -32,7 +32,7 @@ def test_fedrcl(world: World, tmp_path: Path) -> None:
 
 
 def test_fedrcl_at_two_levels(tmp_path: Path) -> None:
-    world = World(digits(), "mlp(hidden=16,depth=3)", epochs=1)
+    world = World(digits(), "mlp(hidden=16, depth=3)", epochs=1)
     settings = "tau=0.2,kappa=0.3,form=full,grad_clip=none,agg_weights=uniform"
     state = played(world, f"fedrcl({settings})", tmp_path / "run")
     agree(state, loss_oracles.fedrcl(world, 1.0, 1.0, 0.2, 0.3, most=(99, 99), clip=None, uniform=True))

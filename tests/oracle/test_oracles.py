@@ -15,7 +15,7 @@ from fedalloy.run import train
 from fedalloy.wire import Items
 
 CLOSE = 1e-5
-MODELS = ("mlp(hidden=16)", "mlp(hidden=16,norm=batch)")
+MODELS = ("mlp(hidden=16)", "mlp(hidden=16, norm=batch)")
 
 
 @cache
