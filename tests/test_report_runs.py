@@ -187,9 +187,10 @@ def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:
         read_comparison(tmp_path)
 
 
-def test_broken_settings_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["method = ", "x = " + "[" * 100_000])
+def test_broken_settings_are_named(tmp_path: Path, text: str) -> None:
     folder = fake_run(tmp_path / "run")
-    (folder / "config.toml").write_text("method = ")
+    (folder / "config.toml").write_text(text)
     with pytest.raises(FedAlloyError, match=r"config\.toml is not valid TOML"):
         read_run(folder)
 

@@ -200,3 +200,4 @@ MISCHIEF: tuple[Mischief, ...] = (
     garbled,
     foreign,
 )
+WITHOUT_ARRAYS: tuple[Mischief, ...] = (extra, miscounted, mismeasured, impostor, unstated, overstated)

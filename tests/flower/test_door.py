@@ -92,7 +92,7 @@ DEALT = {**SMALL, "class-names": ""}
         (mail(), DEALT, {"data": "digits", "only-masked": True}, "not-masked"),
         (RecordDict({"facts": ConfigRecord({"errand": "score"})}), DEALT, {"data": "digits"}, "bad-message"),
         (RecordDict({"gantry": ArrayRecord()}), DEALT, {"data": "digits"}, "bad-message"),
-        (STEP, DEALT, {"data": "digits"}, "internal"),
+        (STEP, DEALT, {"data": "digits"}, "bad-message"),
         (mail(), DEALT, {"data": "digits"}, "internal"),
     ],
 )

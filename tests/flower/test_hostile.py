@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from mischief import MISCHIEF, Bench, array, taken_apart
+from mischief import MISCHIEF, WITHOUT_ARRAYS, Bench, array, taken_apart
 from settings import ROWS
 
 from fedalloy.flower.records import FACTS, ITEMS, reply_record
@@ -31,7 +31,8 @@ def generated(bench: Bench) -> Iterator[tuple[str, RecordDict, Mail]]:
     for number, chance in enumerate(dice(CASES_EACH, CASES_EACH)):
         place = chance.randrange(3)
         arrays, facts = taken_apart(bench.honest[place])
-        does = MISCHIEF[number % len(MISCHIEF)]
+        kinds = MISCHIEF if arrays else WITHOUT_ARRAYS
+        does = kinds[number % len(kinds)]
         does(chance, arrays, facts)
         content = RecordDict({ITEMS: ArrayRecord(arrays), FACTS: ConfigRecord(facts)})
         yield f"{does.__name__} {chance}", content, bench.mails[place]
@@ -53,7 +54,7 @@ def test_no_hostile_reply_is_taken(bench: Bench) -> None:
         why = bench.judge(content, mail)
         assert why, f"{name} was taken"
         reasons.add(why.split()[0])
-    assert len(reasons) > 5
+    assert len(reasons) > 4
 
 
 def test_two_thousand_cases() -> None:

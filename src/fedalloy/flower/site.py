@@ -105,7 +105,7 @@ class Desk:
         if RECORD_KEY_CONFIGS in message.content and context is not None:
             if message.metadata.message_type != "train":  # Flower would hand on any other kind unmasked
                 raise SiteError("not-masked", "a step of secure aggregation came as another kind of message")
-            with blamed("not-masked"):
+            with blamed("bad-message"):
                 check_question(message.content.config_records[RECORD_KEY_CONFIGS])
             return secaggplus_mod(message, context, self._unmasked)
         if STATISTICS in message.content:

@@ -236,7 +236,7 @@ def read_run(folder: Path) -> Run:
         raise FedAlloyError(f"{folder} is not a run folder: it has no config.toml; `fedalloy run` writes one")
     try:
         settings = tomllib.loads(config.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FedAlloyError(f"{config} is not valid TOML: {error}") from error
     run = Run(
         folder=folder,
