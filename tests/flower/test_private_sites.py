@@ -90,6 +90,49 @@ def test_a_site_says_how_much_it_will_spend(tmp_path: Path, method: str, most: f
         Desk({**SETTINGS, "method": method}, node)
 
 
+def limited(state: Path, most: float, **settings: Any) -> Desk:
+    node = {"client": 1, "state": str(state), "most-epsilon": most}
+    return Desk({**SETTINGS, "method": "fedavg+private(noise=2)", **settings}, node)
+
+
+def test_many_runs_spend_no_more_than_one(tmp_path: Path) -> None:
+    """A limit that a server could get around by beginning anew would be none."""
+    site = limited(tmp_path, 4.5)
+    first, second = mail_of(site), mail_of(site, round=2)
+    for mail in (first, second, first):  # the same again costs nothing
+        asked(site, mail)
+    asked(site, first, run=OTHER)
+    with pytest.raises(FedAlloyError, match=r"2 runs would spend epsilon 4\.[67]\d; this site allows 4.5"):
+        asked(site, second, run=OTHER)
+    with pytest.raises(FedAlloyError, match="3 runs would spend epsilon"):
+        asked(limited(tmp_path, 4.5, seed=1), first, run="2" * 32)
+    asked(limited(tmp_path, 5.0), second, run=OTHER)
+
+
+def test_a_large_delta_hides_nothing_from_the_site(tmp_path: Path) -> None:
+    with pytest.raises(FedAlloyError, match=r"may spend epsilon 3\.19"):
+        limited(tmp_path, 3.0, method="fedavg+private(noise=2, delta=0.9)")
+
+
+def test_rounds_of_any_noise_add_up(tmp_path: Path) -> None:
+    site, thin = limited(tmp_path, 8.2), limited(tmp_path, 8.2, method="fedavg+private(noise=0.9)")
+    for round in (1, 2):
+        asked(site, mail_of(site, round=round))
+    asked(thin, mail_of(site), run=OTHER)
+    with pytest.raises(FedAlloyError, match="2 runs would spend epsilon"):
+        asked(thin, mail_of(site, round=2), run=OTHER)
+
+
+@pytest.mark.parametrize("lost", ["journal", "counts"])
+def test_an_earlier_run_is_not_forgotten(tmp_path: Path, lost: str) -> None:
+    site = limited(tmp_path, 4.0)
+    asked(site, mail_of(site))
+    for file in (tmp_path / lost).iterdir():
+        file.unlink()
+    with pytest.raises(FedAlloyError, match=r"(journal|counts).* is damaged"):
+        asked(site, mail_of(site), run=OTHER)
+
+
 def test_what_is_not_sealed_stays_at_home(tmp_path: Path) -> None:
     site, plain = desk(tmp_path / "p"), desk(tmp_path / "q", method="fedavg")
     reply, open_ = asked(site, mail_of(site)), asked(plain, mail_of(plain))

@@ -61,15 +61,16 @@ class Journal:
             for at in old[:-1]:
                 del own["kept"][str(at)]
 
-    def answer(self, round: int, digest: str) -> bool:
+    def answer(self, round: int, digest: str, noise: float) -> bool:
         """Whether this mail may be answered: none of its round was, or it is the same one again."""
         with self._pages() as pages:
-            return bool(self._own(pages)["answered"].setdefault(str(round), digest) == digest)
+            first, _ = self._own(pages)["answered"].setdefault(str(round), [digest, noise])
+            return bool(first == digest)
 
-    def answered(self) -> int:
-        """How many rounds were."""
+    def noises(self) -> dict[str, float]:
+        """The noise of every round that was answered."""
         with self._pages() as pages:
-            return len(self._own(pages)["answered"])
+            return {round: noise for round, (_, noise) in self._own(pages)["answered"].items()}
 
     def hold(self, file: Path) -> None:
         """A file that stays as it is until the end of the run."""
@@ -129,6 +130,12 @@ class Journal:
         for name in (self.run, f"counts/{self.run}", f"secrets/{self.run}", f"preprocessing/{self.run}.json"):
             if os.path.lexists(self.state / name):
                 raise damaged(self.path, f"it is missing, and {self.state / name} is there")
+
+
+def runs_of(state: Path) -> list[str]:
+    """All runs that a site took part in."""
+    journals = {file.stem for file in (state / "journal").glob("*.json")}
+    return sorted(journals | {file.name for file in (state / "counts").glob("*")})
 
 
 def _sha(blob: bytes) -> str:

@@ -24,7 +24,7 @@ from fedalloy.flower.audit import Audit
 from fedalloy.flower.door import RUN, asked, leave
 from fedalloy.flower.errors import SiteError, blamed
 from fedalloy.flower.hello import said_inputs
-from fedalloy.flower.journal import Journal
+from fedalloy.flower.journal import Journal, runs_of
 from fedalloy.flower.records import (
     FACTS,
     Facts,
@@ -36,7 +36,7 @@ from fedalloy.flower.statistics import STATISTICS, shown, to_items
 from fedalloy.flower.steps import check_question
 from fedalloy.flower.terms import Settings, read_settings
 from fedalloy.imports import Imports, foreign_in, outside
-from fedalloy.mechanisms.privacy import Private
+from fedalloy.mechanisms.privacy import Private, composed
 from fedalloy.run import Setup, one_thread
 from fedalloy.storage import PRIVATE, kept_secret, private_folder, write_whole
 from fedalloy.trained.kept import keep_tested
@@ -44,6 +44,7 @@ from fedalloy.wire import Mail, Reply, dump
 from fedalloy.workshop import Workshop, state_before
 
 HELLO = "hello"
+DELTA = 1e-5  # of the epsilon that a site allows
 log = logging.getLogger("fedalloy")
 
 
@@ -79,9 +80,10 @@ class Desk:
         with blamed("unfit"):
             self.setup = Setup(self.config, self.federation, imports=self.imports)
         self.sealer = self.setup.method.claimant("seal")
-        if "most-epsilon" in node:
+        self.most = float(node["most-epsilon"]) if "most-epsilon" in node else None
+        if self.most is not None:
             with blamed("privacy-limit"):
-                self._refuse_beyond(float(node["most-epsilon"]))
+                self._refuse_beyond(self.most)
 
     def hello(self, told: str = "") -> Facts:
         """What the server has to know before the first round; what was agreed on already must fit the data here."""
@@ -169,21 +171,45 @@ class Desk:
 
     def _refuse_beyond(self, most: float) -> None:
         """Take no part in a run that could tell more of this site than it allows."""
-        if not isinstance(self.sealer, Private) or self.sealer.where != "client":
+        noise = self._noise
+        if not noise:
             raise FedAlloyError(
                 "this site takes part only where it adds the noise itself: method '...+private'"
             )
-        spent = self.sealer.account([1.0] * self.config.rounds)["epsilon"]
+        spent = self._epsilon([noise] * self.config.rounds)
         if spent > most:
             raise FedAlloyError(f"this run may spend epsilon {spent:.2f}; this site allows {most:g}")
+
+    def _refuse_more(self, journal: Journal, round: int) -> None:
+        """Answer no round with which all runs of this site would spend more than it allows: a server may start many."""
+        if self.most is None:
+            return
+        all_runs = {run: Journal(self.state, run, self.client).noises() for run in runs_of(self.state)}
+        all_runs[journal.run] = {**all_runs.get(journal.run, {}), str(round): self._noise}
+        spent = self._epsilon([noise for run in all_runs.values() for noise in run.values()])
+        if spent > self.most:
+            raise SiteError(
+                "privacy-limit",
+                f"with this round {len(all_runs)} runs would spend epsilon {spent:.2f}; this site allows {self.most:g}",
+            )
+
+    @property
+    def _noise(self) -> float:
+        """The noise that this site adds, over the length it is clipped to; 0 where it adds none."""
+        return (
+            self.sealer.noise if isinstance(self.sealer, Private) and self.sealer.where == "client" else 0.0
+        )
+
+    def _epsilon(self, noises: list[float]) -> float:
+        """What rounds of this noise spend at this site's own delta: a server that names a large one gains nothing."""
+        return composed([(noise, 1.0) for noise in noises], DELTA)
 
     def spent(self, message: Message) -> float | None:
         """Epsilon over all rounds of this run that were answered; None where this site adds no noise."""
         run = asked(message)["run"]
-        if not run or not isinstance(self.sealer, Private) or self.sealer.where != "client":
+        if not run or not self._noise:
             return None
-        rounds = Journal(self.state, run, self.client).answered()
-        return float(self.sealer.account([1.0] * rounds)["epsilon"])
+        return self._epsilon(list(Journal(self.state, run, self.client).noises().values()))
 
     def _told(self, samples: int) -> int:
         """How many samples the server is told of: where a part seals what leaves, only whether there are any."""
@@ -196,9 +222,9 @@ class Desk:
         if not 1 <= mail.round <= self.config.rounds:
             raise FedAlloyError(f"round {mail.round} is none of the {self.config.rounds} that were agreed on")
         journal.hold(self.state / "secrets" / journal.run)
-        if not journal.answer(
-            mail.round, hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
-        ):
+        self._refuse_more(journal, mail.round)
+        digest = hashlib.sha256(dump(mail.items, {"config": self.config.toml()})).hexdigest()
+        if not journal.answer(mail.round, digest, self._noise):
             raise FedAlloyError(
                 f"round {mail.round} was answered already, to another mail; {self.sealer} allows one"
             )

@@ -123,10 +123,15 @@ def epsilon(noise: float, rates: Sequence[float], delta: float) -> float:
     `noise` is the deviation of the noise over the length to which one client is clipped. A rate of 1 counts on nothing;
     one below on Poisson sampling that nobody can see.
     """
+    return composed([(noise, rate) for rate in rates], delta)
+
+
+def composed(rounds: Sequence[tuple[float, float]], delta: float) -> float:
+    """The same over rounds of any noise and rate, of one run or of many: pairs of them."""
     orders, analysis = _opacus()
-    if not rates:
+    if not rounds:
         return 0.0
-    spent = sum(count * _step(noise, rate) for rate, count in Counter(rates).items())
+    spent = sum(count * _step(*one) for one, count in Counter(rounds).items())
     with warnings.catch_warnings():  # at the edge of its orders the figure is right, if not the tightest
         warnings.filterwarnings("ignore", message="Optimal order is the")
         found, _ = analysis.get_privacy_spent(orders=orders, rdp=spent, delta=delta)
