@@ -1,5 +1,6 @@
 """`fedalloy deploy`: a real federation, from its folder to its end. Flower is imported only by what needs it."""
 
+import dataclasses
 import datetime
 import json
 import logging
@@ -26,6 +27,7 @@ from fedalloy.ranges import NonNegative, Positive
 from fedalloy.storage import damaged, read_whole, write_whole
 
 if TYPE_CHECKING:
+    from fedalloy.flower.check import Checked
     from fedalloy.flower.deploy import Deployment
 
 deploy = App(
@@ -150,11 +152,19 @@ def site(
     ] = False,
     most_epsilon: Annotated[
         NonNegative | None,
-        Parameter(help="Take part only in runs that spend no more than this, with noise added here."),
+        Parameter(help="Take part only where all runs spend no more than this, with noise added here."),
     ] = None,
+    check: Annotated[
+        bool, Parameter(negative="", help="Only read the data as a run would, say what is there, and end.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Start a site: a SuperNode and the worker that answers its messages; until Ctrl-C."""
+    """Start a site: a SuperNode and the worker that answers its messages; until Ctrl-C.
+
+    The data are read and held against the plan of the run first; what does not fit is told here, to nobody else.
+    """
     from fedalloy.flower.audit import Audit
+    from fedalloy.flower.check import check_site
     from fedalloy.flower.credentials import for_owner_only
     from fedalloy.flower.deploy import site_process
     from fedalloy.flower.errors import site_log
@@ -174,6 +184,10 @@ def site(
     node |= {"allow-code": True} if allow_code else {}
     node |= {"only-masked": True} if only_masked else {}
     node |= {"most-epsilon": most_epsilon} if most_epsilon is not None else {}
+    found = check_site(bundle, node)
+    if check:
+        _say_checked(client, found, as_json)
+        return
     logging.getLogger("fedalloy").addHandler(logging.StreamHandler())
     terminal = console()
     terminal.print(f"site {client} of {server}: private state in {kept}", soft_wrap=True)
@@ -437,6 +451,22 @@ def _watch(made: "Deployment", number: int, place: RunFolder, on_round: Any) -> 
                 reason = why.removeprefix("ServerApp failed with exception: ")
                 raise FedAlloyError(f"run {number} {word.partition(':')[2]}: {reason}")
         time.sleep(0.2)
+
+
+def _say_checked(client: int, found: "Checked | None", as_json: bool) -> None:
+    if found is None:
+        raise FedAlloyError("nobody said what data a run will ask for; name it with --data NAME")
+    if as_json:
+        print_json({"client": client, **dataclasses.asdict(found)})
+        return
+    held = ", ".join(f"{name} {count}" for name, count in found.classes.items())
+    console().print(
+        f"data      {found.data} ({found.kind}, {' x '.join(map(str, found.shape))})\n"
+        f"samples   {found.train} to train on, {found.test} to test on\n"
+        f"by class  {held}\nready     site {client} can join",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _site(bundle: Path) -> tuple[int, str]:

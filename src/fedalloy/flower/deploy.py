@@ -73,6 +73,7 @@ class Deployment:
             make_site_key(site)
             shutil.copy(folder / "credentials" / "ca.pem", site / "ca.pem")
             (site / "site.toml").write_text(tomli_w.dumps({"client": client, "superlink": address}))
+            (site / "plan.toml").write_text(tomli_w.dumps(_settings(config, terms)))
         (folder / "app" / "pyproject.toml").write_text(_app(config, terms))
         (folder / "README.md").write_text(guide(config, terms, address))
         (folder / "credentials" / "server.toml").write_text(tomli_w.dumps({"address": address}))
@@ -384,15 +385,19 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def _settings(config: Config, terms: Terms) -> dict[str, Any]:
+    chosen = {**config.model_dump(exclude_none=True), **terms.model_dump(exclude_none=True)}
+    return {
+        name.replace("_", "-"): value for name, value in chosen.items() if name not in FREE - {"data_root"}
+    }
+
+
 def _app(config: Config, terms: Terms) -> str:
     """The Flower app: its configuration is a FedAlloy config and the terms of the deployment."""
-    chosen = {**config.model_dump(exclude_none=True), **terms.model_dump(exclude_none=True)}
-    for name in FREE - {"data_root"}:
-        chosen.pop(name, None)
     app = {
         "publisher": "fedalloy",
         "components": COMPONENTS,
-        "config": {name.replace("_", "-"): value for name, value in chosen.items()},
+        "config": _settings(config, terms),
     }
     return tomli_w.dumps(
         {

@@ -19,6 +19,7 @@ PAGE = """\
 
 ## Each site, on its own machine, with its own data
 
+    fedalloy deploy site site-0 --data-root DIR --check
     fedalloy deploy site site-0 --data-root DIR
 
 `DIR` holds the site's data{data}.
