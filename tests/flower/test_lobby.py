@@ -307,7 +307,9 @@ def test_a_node_looks_for_messages_more_often_than_flower_would(monkeypatch: pyt
     monkeypatch.setattr(start_client_internal, "time", time)
     monkeypatch.setattr(node, "flower_supernode", lambda: vars(start_client_internal)["time"].sleep(3))
     monkeypatch.setattr("sys.argv", ["node", "0.5", "--insecure"])
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
     node.main()
-    assert slept == [0.5]
+    assert (slept, ended) == ([0.5], [1])
     assert sys.argv == ["node", "--insecure"]
     assert vars(start_client_internal)["time"].monotonic() > 0
