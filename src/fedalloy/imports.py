@@ -76,7 +76,7 @@ def allowed(
 def refuse_cluster(source: str, settings: dict[str, Any], typed: Iterable[str] = ()) -> None:
     """Refuse to work on a Ray cluster that a file names: its head can run code on this machine."""
     cluster = settings.get("ray_address")
-    if cluster not in (None, "auto") and "ray_address" not in set(typed):
+    if isinstance(cluster, str) and cluster != "auto" and "ray_address" not in set(typed):
         raise FedAlloyError(
             f"{source} names a Ray cluster ({cluster}), which can run code here; if you trust it, add --allow-code, "
             "or type --ray-address yourself"
