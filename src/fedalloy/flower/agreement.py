@@ -165,13 +165,15 @@ def _heard(
         waiting |= dict.fromkeys(lobby.grid.push_messages([message]), k)
     heard: dict[int, Totals] = {}
     deadline = time.monotonic() + limit
-    while waiting and time.monotonic() < deadline:
+    while waiting:
         for message_id, answer in pulled(lobby.grid, list(waiting)):
             k = waiting.pop(message_id)
             try:
                 heard[k] = in_order(_totals(answer, asked[k], config.test_share), asked[k].columns, names)
             except FedAlloyError as error:
                 refused[k] = str(error)
+        if time.monotonic() > deadline:
+            break
         if waiting:
             time.sleep(PAUSE)
     refused |= dict.fromkeys(waiting.values(), f"did not answer within {limit:g} s")

@@ -52,10 +52,12 @@ class Lobby:
     def fill(self, wanted: int, limit: float) -> None:
         """Wait until so many sites have joined whose samples are of one kind."""
         deadline = time.monotonic() + limit
-        while not self._agree(wanted) or len(self.guests) < wanted:
+        while True:  # however slow the machine is, it looks once
+            self.look()
+            if self._agree(wanted) and len(self.guests) >= wanted:
+                return
             if time.monotonic() > deadline:
                 raise FedAlloyError(self._missing(wanted, limit))
-            self.look()
             time.sleep(PAUSE)
 
     def _agree(self, wanted: int) -> bool:
@@ -194,10 +196,12 @@ class Post:
                 waiting[sent], asked[sent] = mail, guest
         all_mails, replies = dict(waiting), dict[str, Reply]()
         deadline = time.monotonic() + self.limit
-        while waiting and time.monotonic() < deadline:
+        while waiting:
             for message in [name for name in waiting if not self.lobby.admits(asked[name])]:
                 del waiting[message]
             replies |= self._answers(waiting)
+            if time.monotonic() > deadline:
+                break
             if waiting:
                 time.sleep(PAUSE)
         for message, mail in all_mails.items():
