@@ -55,6 +55,8 @@ ConfigFile = Annotated[
     Parameter(name="--config", help="A TOML file with lines such as rounds = 20; flags win over it."),
 ]
 
+FLOWER = {"flwr", "cryptography", "httpx", "uvicorn"}  # what is installed with the extra
+
 AllowCode = Annotated[
     bool,
     Parameter(
@@ -548,6 +550,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         complain(_sentence(error))
     except FedAlloyError as error:
         complain("; ".join([str(error), *_notes(error)]))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in FLOWER:
+            raise
+        complain("a real federation needs Flower; type: pip install 'fedalloy[flower]'")
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,6 +1,8 @@
 """What a mistyping operator sees: one sentence, exit code 2, and nothing written."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,32 @@ def test_the_audit_log_is_printed_and_judged(tmp_path: Path, capsys: pytest.Capt
     log.path.write_bytes(log.path.read_bytes().replace(b"1234", b"1235"))
     assert typed("deploy", "audit", str(tmp_path), "--verify") == 2
     assert "not as it was written" in " ".join(capsys.readouterr().err.split())
+
+
+WITHOUT = """
+import sys
+for name in ("flwr", "cryptography", "httpx", "uvicorn"):
+    sys.modules[name] = None  # as if it were not installed
+from fedalloy.cli import main
+for words in sys.argv[1:]:
+    try:
+        main(words.split())
+    except SystemExit as end:
+        print(end.code, words, file=sys.stderr)
+"""
+
+
+def test_without_the_extra_every_command_says_what_to_type(made: Path, tmp_path: Path) -> None:
+    plan = "--clients 2 --data scans --class-names a,b --model mlp"
+    site = made / "sites" / "site-0"
+    commands = [
+        *(f"deploy init {tmp_path / 'new'} {plan}", f"deploy server {made}", f"deploy run {made}"),
+        *(f"deploy site {site} --check", f"deploy key {made} site-0 --new", f"deploy renew {made}"),
+    ]
+    words = [sys.executable, "-c", WITHOUT, *commands]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    said = " ".join(done.stderr.split())
+    assert "Traceback" not in said
+    for command in commands:
+        assert f"type: pip install 'fedalloy[flower]' 2 {command}" in said
+    assert not (tmp_path / "new").exists()
