@@ -41,6 +41,18 @@ COMMANDS = (
     "deploy",
 )
 WIDEST = 80
+SLOW = """
+import time
+from torch import nn
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.05)
+        return x
+
+def net(inputs) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), Slow(), nn.Linear(64, inputs.classes))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +307,7 @@ class TestExecutable:
 
     def test_a_person_sees_the_clients_answer_and_may_stop(self) -> None:
         """In a terminal: the bar moves within a round; Ctrl-C leaves a run that carries on."""
+        Path("slow.py").write_text(SLOW)  # on any machine a client takes longer than two drawings of the bar
         main, side = pty.openpty()
         words = (
             "run",
@@ -304,8 +317,8 @@ class TestExecutable:
             "20",
             "--skew",
             "iid",
-            "--epochs",
-            "20",
+            "--model",
+            "slow:net",
             "--out",
             "r",
         )
@@ -314,7 +327,7 @@ class TestExecutable:
         )
         os.close(side)
         seen = b""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         moving = re.compile(rb"round [2-9], \d+ of 20 clients")
         while not moving.search(seen) and time.monotonic() < deadline:
             seen += os.read(main, 1 << 16)
