@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedalloy import registry
 from fedalloy.federation import federate
 from fedalloy.nets import build
+from fedalloy.nets.adopt import adopt
 from fedalloy.nets.base import Inputs, Net, Outputs
 from fedalloy.nets.chain import Layer, chain, descend
 from fedalloy.run import train
@@ -64,7 +65,28 @@ def biasless() -> Net:
     return net
 
 
-@pytest.mark.parametrize("net", [hooked(), necked(), biasless()])
+class Doubled(nn.Sequential):
+    """Made of the same parts, and yet another function of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * x
+        for part in self:
+            x = part(x)
+        return x
+
+
+def other_body() -> Net:
+    """A user's own class: its forward once was passed over in training, without a word."""
+    return adopt(Doubled(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)), PIXELS)
+
+
+def other_forward() -> Net:
+    net = build("mlp", PIXELS)
+    net.body.forward = lambda x: x.flatten(1)[:, :64]
+    return net
+
+
+@pytest.mark.parametrize("net", [hooked(), necked(), biasless(), other_body(), other_forward()])
 def test_other_nets_are_left_to_autograd(net: Net) -> None:
     assert chain(ready(net)) == ()
 

@@ -26,15 +26,19 @@ class Layer(NamedTuple):
 def chain(net: Net) -> tuple[Layer, ...]:
     """The layers of a net that flattens its input and then does nothing but linear maps with ReLUs between; else ()."""
     modules = [module for part in (net.body, net.neck, net.head) for module in _leaves(part)]
-    if not modules or type(modules[0]) is not nn.Flatten or type(net) is not Net or hasattr(net, "aux"):
+    if not modules or not _flattens(modules[0]) or type(net) is not Net or hasattr(net, "aux"):
         return ()
-    if any(module._forward_hooks or module._forward_pre_hooks for module in net.modules()):
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in net.modules()):
         return ()
     linear, between = modules[1::2], modules[2::2]
     if len(linear) != len(between) + 1 or any(type(module) is not nn.ReLU for module in between):
         return ()
     layers = [_layer(module) for module in linear]
     return tuple(layer for layer in layers if layer) if all(layers) else ()
+
+
+def _flattens(module: nn.Module) -> bool:
+    return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
 
 
 def _layer(module: nn.Module) -> Layer | None:
@@ -47,7 +51,7 @@ def _layer(module: nn.Module) -> Layer | None:
 
 
 def _leaves(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.Sequential):
+    if type(module) is nn.Sequential:  # a subclass may compute something else
         return [leaf for child in module for leaf in _leaves(child)]
     return [] if type(module) is nn.Identity else [module]
 
