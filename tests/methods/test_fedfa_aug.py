@@ -35,6 +35,18 @@ class Own(nn.Module):
         return logits
 
 
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * x
+        for part in self:
+            x = part(x)
+        return x
+
+
+def doubled(inputs: Inputs) -> nn.Module:
+    return Doubled(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, inputs.classes))
+
+
 def maps(batch: int = 6, channels: int = 4, side: int = 5, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     shape = (batch, channels, side, side)
@@ -204,5 +216,9 @@ def test_what_it_cannot_do() -> None:
         Lab(fedfa_aug(), digits(), MLP, lr=0.05).rounds([0, 1])
     with pytest.raises(FedAlloyError, match=r"an nn\.Sequential; that of test_fedfa_aug:Own is a Own"):
         Lab(fedfa_aug(), digits(), "test_fedfa_aug:Own")
+    with pytest.raises(
+        FedAlloyError, match=r"an nn\.Sequential; that of test_fedfa_aug:doubled is a Doubled"
+    ):
+        Lab(fedfa_aug(), digits(), "test_fedfa_aug:doubled")  # its own forward would be lost
     with pytest.raises(AlloyConflict, match="averaged statistics"):
         make("fedavg(buffers=local)+augmented")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedalloy.alloy import Alloy, Box, Mechanism, alloy
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.share import Share
-from fedalloy.nets.base import Inputs
+from fedalloy.nets.base import Inputs, in_order
 from fedalloy.nets.measure import samples
 from fedalloy.ranges import Fraction, Momentum
 from fedalloy.registry import recipe
@@ -100,12 +100,12 @@ class Augmented(Mechanism):
         body = site.net.body
         if not self.prob:
             return
-        if convolves(body) and not isinstance(body, nn.Sequential):
+        if convolves(body) and not in_order(body):
             raise FedAlloyError(
                 f"{self} looks for stages of convolutions in a body that is an nn.Sequential; "
                 f"that of {site.model} is a {type(body).__name__}"
             )
-        ends = stages(body, site.inputs) if isinstance(body, nn.Sequential) else {}
+        ends = stages(body, site.inputs) if in_order(body) else {}
         if not ends:
             advice = "so nothing is augmented; take a convolutional model"
             warnings.warn(f"{site.model} has no feature maps, {advice}", FedAlloyWarning, stacklevel=2)

@@ -6,7 +6,7 @@ parts and never of an architecture.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class Net(nn.Module):
             features = self.body(x)
         embedding = self.neck(features)
         return Outputs(features, embedding, self.head(embedding))
+
+
+def in_order(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module calls its children one after the other and does nothing else: a subclass may do more."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Sequential.forward
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.nets.base import Net, Outputs
+from fedalloy.nets.base import Net, Outputs, in_order
 
 
 class Layer(NamedTuple):
@@ -51,7 +51,7 @@ def _layer(module: nn.Module) -> Layer | None:
 
 
 def _leaves(module: nn.Module) -> list[nn.Module]:
-    if type(module) is nn.Sequential:  # a subclass may compute something else
+    if in_order(module):
         return [leaf for child in module for leaf in _leaves(child)]
     return [] if type(module) is nn.Identity else [module]
 
