@@ -23,7 +23,7 @@ from fedalloy.config import Config
 from fedalloy.papers import pages
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/**/*.md")])
 NEEDS_DATA = "# needs your data"
 SETTINGS = re.compile(r"(?<=<!-- settings -->\n)(.*)(?=<!-- /settings -->)", re.DOTALL)
 

@@ -84,7 +84,7 @@ def test_what_is_published_keeps_its_weights() -> None:
     """The names in published runs, presets and items are the ones that weights are drawn by."""
     listed = [preset(name).settings for name in PRESETS]
     found = {str(one[name]) for one in listed for name in ("model", "models") if name in one}
-    for file in (ROOT / "docs" / "reproduction" / "runs").glob("*/config.toml"):
+    for file in (ROOT / "results" / "runs").glob("*/config.toml"):
         config = tomllib.loads(file.read_text())
         found |= {config["model"], *split(config.get("models", ""))}
     assert len(found) > 4

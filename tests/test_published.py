@@ -11,7 +11,7 @@ from fedalloy.report.runs import read_run
 from fedalloy.reproduce.grid import place
 from terminal import fedalloy, tree
 
-PUBLISHED = Path(__file__).parents[1] / "docs" / "reproduction"
+PUBLISHED = Path(__file__).parents[1] / "results"
 RUNS = PUBLISHED / "runs"
 TABLES = sorted(PUBLISHED.glob("*/table.md"))
 WITHOUT_RUNS = {  # whose runs were not kept
