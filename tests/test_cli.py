@@ -262,7 +262,7 @@ class TestOtherCommands:
         for row in found["counts"]:
             assert re.search(rf" {sum(row)} .*" + r"\s+".join(str(n) if n else "·" for n in row), said.out)
         assert "…" not in said.out
-        assert "plotly" in Path("partition.html").read_text()
+        assert '<div class="plot" id="partition"' in Path("partition.html").read_text()
         assert fedalloy("partition", *flags, "--out", "p.html", "--json").json["picture"] == "p.html"
         assert Path("p.html").exists()
 

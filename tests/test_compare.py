@@ -80,8 +80,7 @@ class TestResults:
         assert "FedAvg" in (done / "table.md").read_text()
         assert r"\begin{tabular}" in (done / "table.tex").read_text()
         assert "Accuracy" in (done / "report.html").read_text()
-        assert (done / "scaffold/seed2/report.html").stat().st_size < 2_000_000  # plotly.min.js is shared
-        assert (done / "plotly.min.js").exists()
+        assert max(page.stat().st_size for page in done.rglob("report.html")) < 200_000
 
     def test_json_has_means_p_values_and_rounds_to_the_target(self, done: Path) -> None:
         """The same command again only reads what is there."""

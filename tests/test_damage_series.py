@@ -139,7 +139,7 @@ def test_damage_in_a_series_is_refused(name: str, made: Made, tmp_path: Path) ->
     ("command", "name"),
     [
         ("compare", "compare.json"),
-        ("compare", "plotly.min.js"),
+        ("compare", "report.html"),
         ("compare", "table.md"),
         ("tune", "tune.json"),
     ],

@@ -21,7 +21,6 @@ from fedalloy.imports import Imports
 from fedalloy.report import (
     read_comparison,
     write_comparison_report,
-    write_plotlyjs,
     write_run_report,
     write_tables,
 )
@@ -92,7 +91,6 @@ class Comparison:
         found = []
         with unless_refused(self.folder, made), writing(self.folder):
             self._describe()
-            write_plotlyjs(self.folder)
         with unless_refused(self.folder, made), at_hand(self.base):
             for method, seed in [(method, seed) for seed in self.seeds for method in self.methods]:
                 if on_run:
@@ -100,7 +98,7 @@ class Comparison:
                 place = self.folder / self.place(method, seed)
                 result = self._series.play(place, self.config(method, seed), on_round, on_reply)
                 if not (result.folder / "report.html").exists():
-                    write_run_report(result.folder, plotlyjs="../../plotly.min.js")
+                    write_run_report(result.folder)
                 found.append(result)
         write_tables(self.folder)
         write_comparison_report(self.folder)

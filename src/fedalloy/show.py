@@ -14,8 +14,6 @@ from fedalloy.data.picture import partition_table
 from fedalloy.errors import plain, writing
 from fedalloy.federation import Federation
 from fedalloy.report import comparison_tables, read_comparison, read_run, run_tables
-from fedalloy.report.figures import drawn_partition
-from fedalloy.report.files import write_text
 from fedalloy.report.runs import Partition
 from fedalloy.report.statistics import LAST, estimate
 from fedalloy.report.units import in_bytes, in_percent, in_words
@@ -206,9 +204,9 @@ def partition_facts(federation: Federation) -> dict[str, Any]:
 def partition_picture(federation: Federation, path: Path) -> Path:
     """The same picture as in a run's report, in a page of its own."""
     counts = tuple(map(tuple, federation.split.counts(federation.dataset).tolist()))
-    figure = drawn_partition(Partition(class_names=federation.dataset.class_names, counts=counts))
+    found = Partition(class_names=federation.dataset.class_names, counts=counts)
     with writing(path):
-        return write_text(path, figure.to_html(include_plotlyjs=True))
+        return report.write_partition(path, federation.dataset.name, found)
 
 
 def models(console: Console, rows: list[dict[str, Any]], data: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 import plotly.io
-from plotly.offline import get_plotlyjs
 
 from fedalloy.errors import FedAlloyError
 from fedalloy.report.page import Picture
@@ -18,14 +17,6 @@ def write_text(path: Path, text: str) -> Path:
     """Write a whole file or none, and say where."""
     write_whole(path, text.encode())
     return path
-
-
-def write_plotlyjs(folder: Path) -> Path:
-    """Put plotly.min.js into a folder, once, for the reports of many runs to share."""
-    path, script = folder / "plotly.min.js", get_plotlyjs()
-    if path.is_file() and path.read_bytes() == script.encode():
-        return path
-    return write_text(path, script)
 
 
 def write_markdown(path: Path, command: str, drawn: Sequence[Table], shown: Sequence[Picture] = ()) -> Path:

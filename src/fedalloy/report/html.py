@@ -15,7 +15,7 @@ from fedalloy.report.files import write_text
 from fedalloy.report.inside import inside_pictures
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables, warnings
 from fedalloy.report.results import comparison_tables, run_tables
-from fedalloy.report.runs import MEASURES, Comparison, Run, read_comparison, read_run
+from fedalloy.report.runs import MEASURES, Comparison, Partition, Run, read_comparison, read_run
 from fedalloy.report.tables import Cell, Table, to_latex, to_markdown
 
 MOST_NAMED = 4  # methods in a heading
@@ -33,12 +33,8 @@ QUESTION = {
 }
 
 
-def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
-    """Write report.html into a run folder.
-
-    ``plotlyjs`` is "inline" for one file that holds everything, or the address of a plotly.min.js
-    relative to the page, so that many reports share one copy (``write_plotlyjs`` writes it).
-    """
+def write_run_report(folder: Path) -> Path:
+    """Write report.html into a run folder: one file that holds everything."""
     run = read_run(folder)
     title = f"{run.title} on {run.config['data']}" if "data" in run.config else run.title
     facts = _question({**run.config, "skew": run.skew}) | {
@@ -58,10 +54,10 @@ def write_run_report(folder: Path, plotlyjs: str = "inline") -> Path:
         section("Reproduce", [card(code(_again(run)))]),
         section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
     ]
-    return write_text(folder / "report.html", page(title, sections, plotlyjs))
+    return write_text(folder / "report.html", page(title, sections))
 
 
-def write_comparison_report(folder: Path, plotlyjs: str = "inline") -> Path:
+def write_comparison_report(folder: Path) -> Path:
     """Write report.html into a comparison folder; runs still under way are named, not counted."""
     comparison = read_comparison(folder)
     labels = [comparison.label(method) for method in comparison.methods]
@@ -81,7 +77,7 @@ def write_comparison_report(folder: Path, plotlyjs: str = "inline") -> Path:
         section("Runs", [card(_links(comparison))]),
         section("Configuration shared by all runs", [card(code(tomli_w.dumps(shared)))]),
     ]
-    return write_text(folder / "report.html", page(title, sections, plotlyjs))
+    return write_text(folder / "report.html", page(title, sections))
 
 
 def write_tables(folder: Path) -> tuple[Path, Path]:
@@ -91,6 +87,14 @@ def write_tables(folder: Path) -> tuple[Path, Path]:
         write_text(folder / "table.md", "\n".join(map(to_markdown, drawn))),
         write_text(folder / "table.tex", "\n".join(map(to_latex, drawn))),
     )
+
+
+def write_partition(path: Path, data: str, partition: Partition) -> Path:
+    """Write who holds what as a page of its own."""
+    title = f"Who holds what: {data}"
+    caption = "Training samples of each class at each client."
+    drawn = Picture("partition", title, caption, figures.drawn_partition(partition))
+    return write_text(path, page(title, pictures([drawn])))
 
 
 def _run_pictures(run: Run) -> list[Picture]:

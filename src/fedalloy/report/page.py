@@ -1,17 +1,21 @@
 """The pieces a report page is put together from; everything a user named is escaped here."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from string import Template
 
 import plotly.graph_objects as go
-import plotly.io
-from plotly.offline import get_plotlyjs
 
 from fedalloy import __version__
+from fedalloy.report.spec import as_json, spec_of
 from fedalloy.report.tables import Table, to_html
+
+SCRIPTS = ("axes.js", "marks.js", "figure.js")  # in drawing/, in the order in which they use each other
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,22 @@ class Picture:
     figure: go.Figure | None
 
 
-def page(title: str, sections: Iterable[str], plotlyjs: str) -> str:
-    """The whole page; ``plotlyjs`` is "inline" or the address of the script."""
-    if plotlyjs == "inline":
-        script = f"<script>{get_plotlyjs()}</script>"
-    else:
-        script = f'<script src="{escape(plotlyjs)}" charset="utf-8"></script>'
+def page(title: str, sections: Iterable[str]) -> str:
+    """The whole page. A browser runs one script in it, known by its digest, and loads nothing."""
+    script = _script()
+    digest = b64encode(sha256(script.encode()).digest()).decode()
     template = Template((files("fedalloy.report") / "page.html").read_text(encoding="utf-8"))
     body = "\n".join(filter(None, sections))
-    return template.substitute(title=escape(title), plotlyjs=script, body=body, version=__version__)
+    return template.substitute(
+        title=escape(title), body=body, version=__version__, script=script, digest=digest
+    )
+
+
+@cache
+def _script() -> str:
+    folder = files("fedalloy.report") / "drawing"
+    whole = "".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    return f'(function () {{\n"use strict";\n{whole}}})();'
 
 
 def header(title: str, facts: Mapping[str, str]) -> str:
@@ -71,13 +82,7 @@ def pictures(drawn: Sequence[Picture]) -> list[str]:
 
 
 def _figure(picture: Picture, figure: go.Figure) -> str:
-    plot = plotly.io.to_html(
-        figure,
-        full_html=False,
-        include_plotlyjs=False,
-        div_id=picture.slug,
-        default_height=f"{figure.layout.height}px",
-        config={"displaylogo": False, "responsive": True},
-    )
+    data = f'<script type="application/json">{as_json(spec_of(figure))}</script>'
+    plot = f'<div class="plot" id="{escape(picture.slug)}" aria-label="{escape(picture.title)}">{data}</div>'
     words = f"<figcaption><h3>{escape(picture.title)}</h3><p>{escape(picture.caption)}</p></figcaption>"
-    return f'<figure class="card">{words}<div class="plot">{plot}</div></figure>\n'
+    return f'<figure class="card">{words}{plot}</figure>\n'

@@ -214,7 +214,7 @@ def _page(drawn: Sequence[Table], shown: Sequence[Picture], seconds: float) -> s
         section("Figures", pictures(shown)),
         section("Reproduce", [card(code(COMMAND))]),
     ]
-    return page(TITLE, sections, "inline")
+    return page(TITLE, sections)
 
 
 def _pictures(curves: Sequence[Curve]) -> list[Picture]:

@@ -197,7 +197,7 @@ def _page(asked: Asked, grid: Grid, have: Sequence[Found], drawn: Table, shown: 
         section("Figures", pictures(shown)),
         section("Reproduce", [card(code(commands(asked, have)))]),
     ]
-    return page(f"{asked.item}: {grid.says}", sections, "inline")
+    return page(f"{asked.item}: {grid.says}", sections)
 
 
 def commands(asked: Asked, have: Sequence[Found]) -> str:
