@@ -1,7 +1,7 @@
 """A figure as the page's own script draws it: plain data, from which everything that is not drawn is gone.
 
-Plotly describes figures and writes them as SVG and PDF, but its script is 4.8 MB. A report needs four kinds of marks, so
-a page draws them itself, with the scripts in ``drawing/``.
+Plotly describes figures and writes them as SVG and PDF, but its script is 4.8 MB. A report needs four kinds of marks,
+so a page draws them itself, with the scripts in ``drawing/``.
 """
 
 import json
