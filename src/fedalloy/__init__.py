@@ -1,6 +1,6 @@
 """FedAlloy: heterogeneous federated learning, every method an alloy of small mechanisms."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from fedalloy import methods
 from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy

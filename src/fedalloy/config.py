@@ -1,7 +1,7 @@
 """Everything that defines a run, under the names of the command line; TOML in, TOML out."""
 
 import dataclasses
-import os
+import sys
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from fedalloy import nets
 from fedalloy.errors import FedAlloyError, shown, unknown
 from fedalloy.expression import parse, split
 from fedalloy.local import Local
+from fedalloy.processes import cores
 from fedalloy.ranges import AtLeastOne, Few, Fraction, Momentum, NonNegative, Positive, Seed, expected
 from fedalloy.ranges import Share01 as Share
 
@@ -97,7 +98,8 @@ class Config(pydantic.BaseModel):
     )
     checkpoint_every: AtLeastOne = Field(default=1, description="Write a checkpoint every so many rounds.")
     engine: Literal["inline", "workers", "ray"] = Field(
-        default="workers", description="One process, one per core, or Ray actors."
+        default="workers" if sys.platform == "linux" else "inline",
+        description="One process, one per core (on Linux), or Ray actors.",
     )
     workers: Few | None = Field(
         default=None,
@@ -216,7 +218,7 @@ class Config(pydantic.BaseModel):
 
     @property
     def processes(self) -> int:
-        return self.workers or len(os.sched_getaffinity(0))
+        return self.workers or cores()
 
 
 def _form(name: str, text: str | None) -> Any:

@@ -2,7 +2,9 @@
 
 import json
 import statistics
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from fedalloy.alloy import Findings
 from fedalloy.client import EVAL_BATCH, Client
 from fedalloy.diagnostics import Seen, generic
+from fedalloy.errors import FedAlloyWarning
 from fedalloy.federation import Federation
 from fedalloy.folder import RunFolder
 from fedalloy.random import generator
@@ -85,6 +88,7 @@ def study(
 
     Writes diagnostics.json, from which the report draws.
     """
+    drawable = _has_maps()
     found = examine(server, federation)
     keeps = {k: folder.vault.load(k, server.round + 1) for k in federation.eligible[:most_clients]}
     clients: dict[int, Findings] = {}
@@ -110,11 +114,23 @@ def study(
             str(k): {name: v if isinstance(v, float) else v.tolist() for name, v in said.items()}
             for k, said in clients.items()
         },
-        "map": _map(points, owners, labels),
-        "panels": _panels(folder),
+        "map": _map(points, owners, labels) if drawable else None,
+        "panels": _panels(folder) if drawable else [],
     }
     write_whole(folder.path / "diagnostics.json", json.dumps(result).encode())
     return result
+
+
+def _has_maps() -> bool:
+    """Whether features can be drawn in two dimensions; if not, say so."""
+    if find_spec("sklearn") is None:
+        warnings.warn(
+            "maps of features are left out: they need scikit-learn; type: pip install 'fedalloy[maps]'",
+            FedAlloyWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 def _some(server: Server, client: int, samples: int, most: int) -> Tensor:

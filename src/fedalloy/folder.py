@@ -1,6 +1,5 @@
 """What a run leaves behind: config.toml, history.jsonl, summary.json, checkpoint/, report.html."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 from fedalloy.config import Config
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
+from fedalloy.locks import OWN, lock
 from fedalloy.seals import checkpoint_digest, digest_of, facts_digest, settings_digest
 from fedalloy.storage import (
     PRIVATE,
@@ -115,16 +115,16 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Only one process may write a run; the lock goes with the process, however it ends."""
         private_folder(self.path / "checkpoint")
-        lock = self.path / "checkpoint" / ".lock"
+        path = self.path / "checkpoint" / ".lock"
         try:
-            made = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE)
+            made = os.open(path, OWN, PRIVATE)
         except OSError as error:
-            if isinstance(known := disk_error(error, lock), FedAlloyError):
+            if isinstance(known := disk_error(error, path), FedAlloyError):
                 raise known from None
-            raise FedAlloyError(f"cannot lock {lock}: {error.strerror}; move it out of the way") from None
+            raise FedAlloyError(f"cannot lock {path}: {error.strerror}; move it out of the way") from None
         with open(made, "wb") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file.fileno(), wait=False)
             except BlockingIOError:
                 raise Busy(f"another process is writing {self.path}; wait for it or stop it") from None
             yield

@@ -16,11 +16,17 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def require_cores(flag: str, wanted: int) -> None:
     """Refuse more processes than this machine bears: each holds a few hundred megabytes."""
-    cores = len(os.sched_getaffinity(0))
-    if wanted > (most := PER_CORE * cores):
-        raise FedAlloyError(f"{flag} {wanted} is too much for {cores} cores; give {most} at most")
+    if wanted > (most := PER_CORE * cores()):
+        raise FedAlloyError(f"{flag} {wanted} is too much for {cores()} cores; give {most} at most")
 
 
 def die_with(parent: int, how: signal.Signals) -> None:

@@ -31,7 +31,7 @@ def write_whole(path: Path, blob: bytes, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)  # of a killed process that had the same number
-        made = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, mode)
+        made = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with open(made, "wb") as file:
             file.write(blob)
             file.flush()

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -52,8 +53,8 @@ class Workers:
     """
 
     def __init__(self, workshop: Workshop, count: int, timeout: float = 3600.0) -> None:
-        if "fork" not in multiprocessing.get_all_start_methods():
-            raise FedAlloyError("the workers engine needs fork, which this system lacks; use --engine inline")
+        if sys.platform != "linux":  # memory is shared by memfd, and a fork of macOS is not safe
+            raise FedAlloyError("the workers engine runs on Linux only; use --engine inline")
         self._workshop = workshop
         self._timeout = timeout
         self._mail = Arena()

@@ -5,7 +5,6 @@ one, so that a line that was changed or taken away is noticed. Whoever may write
 the log shows its owner what left, it does not convict its owner.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedalloy.errors import FedAlloyError
+from fedalloy.locks import lock
 from fedalloy.storage import write_whole
 
 LOG, HEAD = "audit.jsonl", "audit.head"
@@ -89,7 +89,7 @@ class Audit:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, SECRET)
         try:
             os.fchmod(file, SECRET)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, wait=True)
             yield file
         finally:
             os.close(file)

@@ -4,7 +4,6 @@ Private state that was lost or changed would train another model, and a site tha
 again and count less epsilon than it spent. Both are noticed here, before anything is read or leaves.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedalloy.locks import OWN, lock
 from fedalloy.storage import PRIVATE, Vault, damaged, private_folder, read_whole, write_whole
 
 Pages = dict[str, Any]
@@ -85,11 +85,9 @@ class Journal:
     def _pages(self) -> Iterator[Pages]:
         """What the file says; what was changed is written when the block ends well."""
         private_folder(self.path.parent)
-        lock = os.open(
-            self.path.parent / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE
-        )
+        file = os.open(self.path.parent / ".lock", OWN, PRIVATE)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock(file, wait=True)
             pages = self._read()
             before = json.dumps(pages, sort_keys=True)
             yield pages
@@ -101,7 +99,7 @@ class Journal:
                 private_folder(self.count.parent)
                 write_whole(self.count, str(pages["count"]).encode(), PRIVATE)
         finally:
-            os.close(lock)
+            os.close(file)
 
     def _read(self) -> Pages:
         if not os.path.lexists(self.path):
