@@ -18,9 +18,8 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 def cores() -> int:
     """The cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    allowed = getattr(os, "sched_getaffinity", None)  # on Linux alone
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def require_cores(flag: str, wanted: int) -> None:
