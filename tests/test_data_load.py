@@ -11,8 +11,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from fedalloy.data import Dataset, load
+from fedalloy.data.catalogue import EMBEDDED
 from fedalloy.errors import FedAlloyError
 
 Array = NDArray[Any]
@@ -45,6 +47,13 @@ def picture(path: Path, size: tuple[int, int] = (6, 6), mode: str = "RGB", level
 
 
 # --- digits
+
+
+def test_the_embedded_digits_are_those_of_scikit_learn() -> None:
+    theirs = load_digits()
+    with np.load(EMBEDDED) as ours:
+        assert np.array_equal(ours["x"], np.rint(theirs.images * (255 / 16)))
+        assert np.array_equal(ours["y"], theirs.target)
 
 
 def test_digits() -> None:

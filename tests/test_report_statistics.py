@@ -5,10 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedalloy.report import read_comparison, read_run
 from fedalloy.report.runs import Comparison
-from fedalloy.report.statistics import Estimate, costs, estimate, marks, paired_p_value, results
+from fedalloy.report.statistics import Estimate, costs, estimate, marks, paired_p_value, results, two_sided_t
+from fuzzing import examples
 from test_report_runs import curve_run, fake_comparison, fake_run, write_history
 
 Curves = Mapping[str, Sequence[Sequence[float]]]
@@ -131,3 +135,9 @@ def test_marks_share_ties_and_leave_out_what_is_missing() -> None:
     assert marks([1.0, None]) == ["none", "none"]
     assert marks([1.0, 1.0]) == ["none", "none"]
     assert marks([]) == []
+
+
+@examples(200)
+@given(t=st.floats(-1e6, 1e6), freedom=st.integers(1, 200))
+def test_students_t_as_scipy_has_it(t: float, freedom: int) -> None:
+    assert two_sided_t(t, freedom) == pytest.approx(2 * scipy.stats.t.sf(abs(t), freedom), abs=1e-12)
