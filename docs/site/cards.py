@@ -54,17 +54,21 @@ def card(name: str, facts: dict[str, Any]) -> str:
     recipe = registry.RECIPES[name]
     example = _example(facts)
     rows = {
-        "Family": FAMILIES[recipe.family],
-        "Paper": f"{recipe.paper} ([what differs](../papers.md#{_anchor(recipe.title)}))",
-        "Models": _models(facts),
-        "Expression": f"`{example}`",
-        "Defined in": _file(name),
+        "paper": f"{recipe.paper} ([what differs](../papers.md#{_anchor(recipe.title)}))",
+        "models": _models(facts),
+        "expression": f"`{example}`",
+        "defined in": _file(name),
     }
     return "\n\n".join(
         [
             f"# {recipe.title}",
             idea(recipe.title),
-            "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows.items()),
+            "\n|---|---|\n".join(
+                [
+                    "| family | " + FAMILIES[recipe.family] + " |",
+                    "\n".join(f"| {key} | {value} |" for key, value in rows.items()),
+                ]
+            ),
             f'```sh\nfedalloy explain "{example}"\nfedalloy run --method "{example}"\n```',
             "## Parameters",
             _parameters(facts),
