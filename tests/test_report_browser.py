@@ -13,12 +13,12 @@ from test_report_runs import fake_comparison, fake_run
 
 pytestmark = needs_browser
 
-RUN = ("accuracy", "loss", "sent", "partition", "clients", "classes", "time", "slots")
+RUN = ("accuracy", "loss", "traffic", "partition", "clients", "classes", "time", "slots")
 COMPARISON = (
     "accuracy-global_acc",
-    "sent-global_acc",
+    "traffic-global_acc",
     "accuracy-personal_local_acc",
-    "sent-personal_local_acc",
+    "traffic-personal_local_acc",
     "partition",
     "clients",
     "classes-global_acc",

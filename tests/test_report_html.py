@@ -14,7 +14,7 @@ from fedalloy.report import (
 )
 from fedalloy.report.figures import (
     MOST_BARS,
-    accuracy_by_bytes,
+    accuracy_by_traffic,
     class_accuracy,
     client_spread,
     curves,
@@ -32,13 +32,13 @@ def page_of(folder: Path) -> str:
 
 def test_a_run_report_holds_everything(tmp_path: Path) -> None:
     text = page_of(fake_run(tmp_path / "run"))
-    for slug in ("accuracy", "loss", "sent", "partition", "clients", "classes", "time", "slots"):
+    for slug in ("accuracy", "loss", "traffic", "partition", "clients", "classes", "time", "slots"):
         assert f'<div class="plot" id="{slug}"' in text
     assert "<h1>FedAvg on digits</h1>" in text
     assert "fedalloy run --config config.toml" in text
     assert "skew = &quot;dirichlet(0.3)&quot;" in text
     assert "<td>client 3</td><td>its update is not finite</td><td>1</td><td>4</td>" in text
-    assert "Left out" not in text
+    assert "Not drawn" not in text
     assert "src=" not in text
 
 
@@ -52,7 +52,8 @@ def test_figures_without_data_are_named(tmp_path: Path) -> None:
     (folder / "partition.json").unlink()
     write_history(folder, [{"round": 1, "train_loss": 1.0}])
     text = page_of(folder)
-    assert "Left out, for want of data: Accuracy, Accuracy against bytes, Who holds what," in text
+    missing = "Accuracy by round, Accuracy by traffic, Data of the clients,"
+    assert f"Not drawn, because there are no data for them: {missing}" in text
     assert '<div class="plot" id="loss"' in text
     assert '<div class="plot" id="accuracy"' not in text
 
@@ -92,7 +93,13 @@ def test_a_comparison_report_holds_everything(tmp_path: Path) -> None:
     write_run_report(folder / "fedper/seed1")
     (folder / "fedavg/seed2/summary.json").unlink()
     text = write_comparison_report(folder).read_text()
-    for slug in ("accuracy-global_acc", "sent-personal_local_acc", "clients", "classes-global_acc", "time"):
+    for slug in (
+        "accuracy-global_acc",
+        "traffic-personal_local_acc",
+        "clients",
+        "classes-global_acc",
+        "time",
+    ):
         assert f'<div class="plot" id="{slug}"' in text
     assert "<h1>FedAvg, FedProx and FedPer on digits</h1>" in text
     assert "fedalloy compare fedavg fedper --target 0.6" in text
@@ -161,7 +168,7 @@ def test_a_method_that_sends_nothing_has_no_line_against_bytes(tmp_path: Path) -
     folder = fake_run(tmp_path / "run")
     write_history(folder, [{"round": 1, "metrics": {"global_acc": 0.5}}])
     run = read_run(folder)
-    assert accuracy_by_bytes({"Local": [run]}, "global_acc") is None
+    assert accuracy_by_traffic({"Local": [run]}, "global_acc") is None
     assert curves({"Local": [run]}, "global_acc") is not None
 
 

@@ -143,7 +143,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert (run.title, run.status, run.counts, len(run.history)) == ("FedAvg", "finished", True, 7)
     assert list(run.curve("global_acc")) == list(range(1, 8))
     assert run.curve("personal_local_acc") == {}
-    assert run.bytes_sent[2] == 2 * run.bytes_sent[1] > 0
+    assert run.traffic[2] == 2 * run.traffic[1] > 0
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 
-from fedalloy.report.figures import bytes_by_slot, finished
+from fedalloy.report.figures import finished, traffic_by_slot
 from fedalloy.report.page import Picture, page, pictures
 from fedalloy.report.spec import as_json, spec_of
 
@@ -78,4 +78,4 @@ def test_no_name_ends_its_element() -> None:
 
 
 def test_nothing_sent_is_no_figure() -> None:
-    assert bytes_by_slot({}) is None
+    assert traffic_by_slot({}) is None

@@ -33,7 +33,8 @@ from fedalloy.folder import RunFolder
 from fedalloy.imports import Imports, allowed, refuse_cluster
 from fedalloy.presets import PRESETS
 from fedalloy.ranges import LEAST, MOST, AtLeastOne, Few, expected
-from fedalloy.report import write_comparison_report, write_run_report, write_tables
+from fedalloy.report import write_comparison_report, write_figures, write_run_report, write_tables
+from fedalloy.report.files import ImageForm, need_images
 from fedalloy.run import reopen, resume, start
 from fedalloy.storage import write_whole
 from fedalloy.tune import Tuning
@@ -53,6 +54,13 @@ Settings = Annotated[Config | None, Parameter(name="*")]
 ConfigFile = Annotated[
     Path | None,
     Parameter(name="--config", help="A TOML file with lines such as rounds = 20; flags win over it."),
+]
+
+Figures = Annotated[
+    ImageForm | None,
+    Parameter(
+        help="Write every figure as a file in figures/ too: svg or pdf; needs fedalloy[images] and Chrome."
+    ),
 ]
 
 FLOWER = {"flwr", "cryptography", "httpx", "uvicorn"}  # what is installed with the extra
@@ -143,6 +151,7 @@ def compare(
     target: Annotated[
         float | None, Parameter(help="Count the rounds until this accuracy, such as 0.8.")
     ] = None,
+    figures: Figures = None,
     everything: Annotated[
         bool, Parameter(name="--all", negative="", help="Compare every method that fits the federation.")
     ] = False,
@@ -175,6 +184,8 @@ def compare(
         paper.methods if paper else presets.every_method(base.architectures) if everything else ()
     )
     numbers = [base.seed] if seeds is None else _numbers(seeds)
+    if figures:
+        need_images()
     plan = Comparison.plan(base, methods, numbers, out, target, fitting=everything, imports=imports)
     total = len(plan.methods) * len(plan.seeds) * base.rounds
     with (
@@ -182,10 +193,12 @@ def compare(
         progress(terminal, total, total - plan.rounds_left()) as bar,
     ):
         plan.run(bar.run, bar.round, bar.reply)
+    drawn = write_figures(plan.folder, figures) if figures else []
     if as_json:
-        print_json(plan.facts())
+        print_json({**plan.facts(), **({"figures": [str(path) for path in drawn]} if drawn else {})})
     else:
         show.comparison(terminal, plan.folder)
+        show.figures(terminal, drawn)
 
 
 @app.command
@@ -296,7 +309,7 @@ def partition(
 
 
 @app.command
-def report(folder: Path, *, as_json: AsJson = False) -> None:
+def report(folder: Path, *, figures: Figures = None, as_json: AsJson = False) -> None:
     """Write the HTML report of a run or a comparison again.
 
     Parameters
@@ -308,10 +321,12 @@ def report(folder: Path, *, as_json: AsJson = False) -> None:
         written = [write_comparison_report(folder), *write_tables(folder)]
     else:
         written = [write_run_report(folder)]
+    drawn = write_figures(folder, figures) if figures else []
     if as_json:
-        print_json({"written": [str(path) for path in written]})
+        print_json({"written": [str(path) for path in [*written, *drawn]]})
     else:
         show.files(console(), **{path.name: path for path in written})
+        show.figures(console(), drawn)
 
 
 @app.command

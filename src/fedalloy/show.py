@@ -1,6 +1,6 @@
 """What the commands print for people: tables and where files lie."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ def comparison(console: Console, folder: Path) -> None:
     for table in comparison_tables(read_comparison(folder)):
         _print(console, table)
     files(console, report=folder / "report.html", Markdown=folder / "table.md", LaTeX=folder / "table.tex")
+
+
+def figures(console: Console, drawn: Sequence[Path]) -> None:
+    if drawn:
+        files(console, figures=drawn[0].parent)
 
 
 def tuning(console: Console, found: Tuning) -> None:
@@ -120,7 +125,8 @@ def _traits(recipe: dict[str, Any]) -> str:
     """What a method asks for, reveals and costs, in a line."""
     mixes = "one architecture" if recipe["architectures"] == "one" else "any architectures"
     keeps = ", keeps state at clients" if recipe["private_state"] else ""
-    sent = f"up {recipe['up']:.2g}, down {recipe['down']:.2g} models" if recipe["up"] else "sends nothing"
+    sizes = f"upload {recipe['up']:.2g}, download {recipe['down']:.2g} models per client and round"
+    sent = sizes if recipe["up"] else "sends nothing"
     seen = f"; server sees {', '.join(recipe['reveals'])}" if recipe["reveals"] else ""
     return f"{mixes}, {recipe['models']} model{keeps}; {sent}{seen}"
 
@@ -162,10 +168,10 @@ def explanation(console: Console, facts: dict[str, Any]) -> None:
     table.columns[-1].justify = "right"
     for row in facts["wire"]:
         shape = " × ".join(map(str, row["shape"])) or "number"
-        table.add_row(row["direction"], row["slot"], shape, row["reduce"], f"{row['bytes']:,}")
+        table.add_row(f"{row['direction']}load", row["slot"], shape, row["reduce"], f"{row['bytes']:,}")
     console.print(table)
     sent = {way: in_bytes(facts[f"bytes_{way}"]) for way in ("down", "up")}
-    console.print(f"down {sent['down']}, up {sent['up']} per client and round")
+    console.print(f"download {sent['down']}, upload {sent['up']} per client and round")
     for owner in ("server", "client"):
         state = facts[f"{owner}_state"]
         listed = ", ".join(f"{key} {in_bytes(size)}" for key, size in state.items() if size) or "nothing"

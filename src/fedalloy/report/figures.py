@@ -50,17 +50,17 @@ def accuracies(run: Run) -> go.Figure | None:
     return finished(figure, "global_acc")
 
 
-def accuracy_by_bytes(groups: Groups, measure: str) -> go.Figure | None:
-    """The same against everything sent so far, up and down; a method that sends nothing has no line."""
-    unit, name = byte_unit(max((max(r.bytes_sent.values(), default=0) for r in _all(groups)), default=0))
+def accuracy_by_traffic(groups: Groups, measure: str) -> go.Figure | None:
+    """The same against the traffic so far, upload and download; a method that sends nothing has no line."""
+    unit, name = byte_unit(max((max(r.traffic.values(), default=0) for r in _all(groups)), default=0))
     figure = go.Figure()
     for position, (label, runs) in enumerate(groups.items()):
         rounds, values = _aligned(runs, measure)
-        traffic = [run.bytes_sent for run in runs if run.curve(measure)]
-        sent = [fmean(totals[number] for totals in traffic) for number in rounds]
-        if any(sent):
-            _add_line(figure, position, label, [count / unit for count in sent], values)
-    figure.update_xaxes(title=f"sent up and down ({name})", hoverformat=".2f")
+        traffic = [run.traffic for run in runs if run.curve(measure)]
+        so_far = [fmean(totals[number] for totals in traffic) for number in rounds]
+        if any(so_far):
+            _add_line(figure, position, label, [count / unit for count in so_far], values)
+    figure.update_xaxes(title=f"traffic: upload + download ({name})", hoverformat=".2f")
     return finished(figure, measure)
 
 
@@ -165,13 +165,13 @@ def time_by_method(groups: Groups) -> go.Figure | None:
     return finished(figure)
 
 
-def bytes_by_slot(groups: Groups) -> go.Figure | None:
-    """What the bytes were: the whole run's traffic by slot and direction, mean over seeds."""
+def traffic_by_slot(groups: Groups) -> go.Figure | None:
+    """Upload and download of the whole run by slot, mean over seeds."""
     totals: dict[str, Counter[str]] = {}
     for label, runs in groups.items():
         ups = [entry.bytes_up for run in runs for entry in run.history]
         downs = [entry.bytes_down for run in runs for entry in run.history]
-        for direction, entries in (("up", ups), ("down", downs)):
+        for direction, entries in (("upload", ups), ("download", downs)):
             whole = totals[_row(f"{label} {direction}") if len(groups) > 1 else direction] = Counter()
             for entry in entries:
                 whole.update(entry)

@@ -11,12 +11,13 @@ from urllib.parse import quote
 import tomli_w
 
 from fedalloy.report import figures
-from fedalloy.report.files import write_text
+from fedalloy.report.files import ImageForm, write_images, write_text
 from fedalloy.report.inside import inside_pictures
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables, warnings
+from fedalloy.report.pictures import comparison_pictures, run_pictures
 from fedalloy.report.results import comparison_tables, run_tables
-from fedalloy.report.runs import MEASURES, Comparison, Partition, Run, read_comparison, read_run
-from fedalloy.report.tables import Cell, Table, to_latex, to_markdown
+from fedalloy.report.runs import Comparison, Partition, Run, read_comparison, read_run
+from fedalloy.report.tables import Cell, Table, markdown, to_latex, to_markdown
 
 MOST_NAMED = 4  # methods in a heading
 QUESTION = {
@@ -49,7 +50,7 @@ def write_run_report(folder: Path) -> Path:
         header(title, facts),
         warnings([f"This run {what}." for what in _ending(run)]),
         section("Results", tables([*run_tables(run), *_refusals({"": run})])),
-        section("Figures", pictures(_run_pictures(run))),
+        section("Figures", pictures(run_pictures(run))),
         *([section("Inside the model", pictures(inside))] if (inside := inside_pictures(run)) else []),
         section("Reproduce", [card(code(_again(run)))]),
         section("Configuration", [card(code(tomli_w.dumps(run.config)))]),
@@ -72,7 +73,7 @@ def write_comparison_report(folder: Path) -> Path:
         header(title, facts),
         warnings(_incidents(comparison)),
         section("Results", tables([*comparison_tables(comparison), *_refusals(_named_runs(comparison))])),
-        section("Figures", pictures(_comparison_pictures(comparison))),
+        section("Figures", pictures(comparison_pictures(comparison))),
         section("Reproduce", [card(code(_commands(comparison)))]),
         section("Runs", [card(_links(comparison))]),
         section("Configuration shared by all runs", [card(code(tomli_w.dumps(shared)))]),
@@ -82,89 +83,31 @@ def write_comparison_report(folder: Path) -> Path:
 
 def write_tables(folder: Path) -> tuple[Path, Path]:
     """Write table.md and table.tex into a comparison folder."""
-    drawn = comparison_tables(read_comparison(folder))
+    comparison = read_comparison(folder)
+    drawn = comparison_tables(comparison)
+    setting = _setting(comparison)
     return (
-        write_text(folder / "table.md", "\n".join(map(to_markdown, drawn))),
-        write_text(folder / "table.tex", "\n".join(map(to_latex, drawn))),
+        write_text(folder / "table.md", "\n".join([*map(to_markdown, drawn), markdown(setting), ""])),
+        write_text(folder / "table.tex", "\n".join(to_latex(table, setting) for table in drawn)),
     )
+
+
+def write_figures(folder: Path, form: ImageForm) -> list[Path]:
+    """Write every figure of a run or a comparison into figures/, for a paper."""
+    if (folder / "compare.json").exists():
+        shown = comparison_pictures(read_comparison(folder))
+    else:
+        run = read_run(folder)
+        shown = [*run_pictures(run), *inside_pictures(run)]
+    return list(write_images(folder / "figures", shown, form).values())
 
 
 def write_partition(path: Path, data: str, partition: Partition) -> Path:
     """Write who holds what as a page of its own."""
-    title = f"Who holds what: {data}"
+    title = f"Data of the clients: {data}"
     caption = "Training samples of each class at each client."
     drawn = Picture("partition", title, caption, figures.drawn_partition(partition))
     return write_text(path, page(title, pictures([drawn])))
-
-
-def _run_pictures(run: Run) -> list[Picture]:
-    alone = {run.title: [run]}
-    return [
-        Picture("accuracy", "Accuracy", "Every accuracy the run recorded.", figures.accuracies(run)),
-        Picture("loss", "Training loss", "Mean over a round.", figures.curves(alone, "train_loss")),
-        Picture(
-            "sent",
-            "Accuracy against bytes",
-            f"{run.measures.get(run.metric, run.metric)}; bytes sent up and down so far.",
-            figures.accuracy_by_bytes(alone, run.metric),
-        ),
-        _partition(run),
-        Picture(
-            "clients",
-            "Spread over clients",
-            "Accuracy of each client in the last evaluation.",
-            figures.client_spread(alone),
-        ),
-        Picture(
-            "classes",
-            "Accuracy by class",
-            "In the last evaluation.",
-            figures.class_accuracy(alone, run.metric),
-        ),
-        Picture("time", "Time by round", "What the seconds went into.", figures.time_by_round(run)),
-        Picture("slots", "Bytes by slot", "Traffic of the whole run.", figures.bytes_by_slot(alone)),
-    ]
-
-
-def _comparison_pictures(comparison: Comparison) -> list[Picture]:
-    groups = {
-        comparison.label(method): list((comparison.complete(method) or runs).values())
-        for method, runs in comparison.runs.items()
-        if runs
-    }
-    by_round, by_bytes, by_class = [], [], []
-    for measure in comparison.headlines:
-        name = MEASURES.get(measure, measure)
-        band = "Mean over seeds, with a band from the worst seed to the best."
-        lines = figures.curves(groups, measure)
-        by_round.append(Picture(f"accuracy-{measure}", f"Accuracy by round: {name}", band, lines))
-        sent = figures.accuracy_by_bytes(groups, measure)
-        by_bytes.append(Picture(f"sent-{measure}", f"Accuracy against bytes: {name}", "Up and down.", sent))
-        bars = figures.class_accuracy(groups, measure)
-        last = "In the last evaluation, mean over seeds."
-        by_class.append(Picture(f"classes-{measure}", f"Accuracy by class: {name}", last, bars))
-    return [
-        *by_round,
-        *by_bytes,
-        *map(_partition, comparison.every_run[:1]),
-        Picture(
-            "clients",
-            "Spread over clients",
-            "Accuracy of each client in the last evaluation, all seeds.",
-            figures.client_spread(groups),
-        ),
-        *by_class,
-        Picture("time", "Time of a round", "Mean over rounds and seeds.", figures.time_by_method(groups)),
-        Picture(
-            "slots", "Bytes by slot", "Traffic of a run, mean over seeds.", figures.bytes_by_slot(groups)
-        ),
-    ]
-
-
-def _partition(run: Run) -> Picture:
-    drawn = figures.partition_picture(run.partition)
-    caption = f"Samples of each class at each client, seed {run.config.get('seed', 0)}."
-    return Picture("partition", "Who holds what", caption, drawn)
 
 
 def _again(run: Run) -> str:
@@ -180,6 +123,12 @@ def _question(settings: Mapping[str, Any]) -> dict[str, str]:
         for key, label in QUESTION.items()
         if (value := settings.get(key)) not in (None, [], "")
     }
+
+
+def _setting(comparison: Comparison) -> str:
+    """What was compared on what, in a sentence for a caption."""
+    facts = [f"{label.lower()} {value}" for label, value in _question(_shared_settings(comparison)).items()]
+    return f"Setting: {', '.join(facts)}." if facts else ""
 
 
 def _shared_settings(comparison: Comparison) -> dict[str, Any]:

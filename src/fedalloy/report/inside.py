@@ -9,30 +9,47 @@ from fedalloy.report.figures import colour, count_rounds, finished, text
 from fedalloy.report.page import Picture
 from fedalloy.report.runs import Diagnostics, Map, Panel, Run
 
+SCALED = "Every curve is divided by its largest value, so that all fit on one axis."
+ONE_MORE = "t-SNE of features after one more local round. A point is a sample."
+
 
 def inside_pictures(run: Run) -> list[Picture]:
     """Every figure that there are findings for."""
     found = run.diagnostics or Diagnostics()
     pictures = [
-        Picture("diagnostics", "Diagnostics by round", "Each divided by its largest value.", by_round(run))
+        Picture(
+            "diagnostics",
+            "Diagnostics by round",
+            SCALED,
+            by_round(run),
+        )
     ]
     spectra = {name: values for name, values in found.matrices.items() if name.startswith("spectrum")}
     pictures.append(
-        Picture("spectra", "Singular values", "Of the last checkpoint, largest first.", spectrum(spectra))
+        Picture(
+            "spectra", "Singular values", "At the last checkpoint, in descending order.", spectrum(spectra)
+        )
     )
     for number, (name, rows) in enumerate(found.matrices.items()):
         if rows and isinstance(rows[0], tuple):
             pictures.append(
                 Picture(f"matrix{number}", name.capitalize(), "At the last checkpoint.", heat_map(rows))
             )
-    norms = "Of every client after one more round of training; a dot is a class."
-    pictures.append(Picture("norms", "Class weights against class shares", norms, norms_by_share(found)))
+    norms = "After one more local round. A point is one class at one client."
+    pictures.append(
+        Picture("norms", "Norm of class weights by share of the class", norms, norms_by_share(found))
+    )
     for by in ("client", "label"):
         title = "Features by client" if by == "client" else "Features by class"
         pictures.append(
-            Picture(f"map-{by}", title, "t-SNE after one more local round.", feature_map(found.map, by))
+            Picture(
+                f"map-{by}",
+                title,
+                ONE_MORE,
+                feature_map(found.map, by),
+            )
         )
-    over = "t-SNE of each client's samples through its own model; colours are classes, every panel has axes of its own."
+    over = "t-SNE of each client's features, from its own model. Colours are classes. Every panel has its own axes."
     pictures.append(Picture("panels", "Features over rounds", over, panels(found.panels)))
     return [picture for picture in pictures if picture.figure is not None]
 

@@ -76,7 +76,7 @@ def warnings(lines: Sequence[str]) -> str:
 def pictures(drawn: Sequence[Picture]) -> list[str]:
     """A card for each figure, and a line that names those left out."""
     missing = ", ".join(picture.title for picture in drawn if picture.figure is None)
-    note = f'<p class="note">Left out, for want of data: {escape(missing)}.</p>'
+    note = f'<p class="note">Not drawn, because there are no data for them: {escape(missing)}.</p>'
     cards = [_figure(picture, figure) for picture in drawn if (figure := picture.figure) is not None]
     return [*cards, note] if missing else cards
 

@@ -16,7 +16,20 @@ from fedalloy.report.statistics import (
     results,
 )
 from fedalloy.report.tables import Cell, Table
-from fedalloy.report.units import ABSENT, as_p_value, in_bytes, in_percent, in_rounds, in_seconds
+from fedalloy.report.units import (
+    ABSENT,
+    DOWNLOAD,
+    TRAFFIC,
+    TRAFFIC_MEANS,
+    UPLOAD,
+    as_p_value,
+    in_bytes,
+    in_percent,
+    in_rounds,
+    in_seconds,
+)
+
+SUMS = f"{TRAFFIC_MEANS} Sums over all clients and all rounds."
 
 Judged = Sequence[Result | Costs]
 
@@ -44,7 +57,8 @@ def run_tables(run: Run) -> list[Table]:
             rows.append((name, *shown, str(best)))
     columns = ("Accuracy (%)", "Final", "Best", f"Mean of last {LAST}", "Best in round")
     accuracy = Table("Accuracy", columns, _plain(rows))
-    return [accuracy, Table("Cost and fairness", ("Quantity", "Value"), _plain(_run_costs(run)))]
+    costs = Table("Cost and fairness", ("Quantity", "Value"), _plain(_run_costs(run)), (SUMS,))
+    return [accuracy, costs]
 
 
 def _run_costs(run: Run) -> list[tuple[str, str]]:
@@ -52,8 +66,9 @@ def _run_costs(run: Run) -> list[tuple[str, str]]:
     down = sum(sum(entry.bytes_down.values()) for entry in run.history)
     rows = [
         ("Rounds played", str(run.history[-1].round if run.history else 0)),
-        ("Sent by clients", in_bytes(up)),
-        ("Sent to clients", in_bytes(down)),
+        (UPLOAD, in_bytes(up)),
+        (DOWNLOAD, in_bytes(down)),
+        (TRAFFIC, in_bytes(up + down)),
         ("Training time", in_seconds(sum(entry.seconds.get("train", 0.0) for entry in run.history))),
     ]
     if run.summary and run.summary.samples_per_second is not None:
@@ -84,13 +99,12 @@ def _accuracy_table(comparison: Comparison, measure: str) -> Table:
         f"Last {LAST}": _percentages(found, [result.last for result in found]),
     }
     if comparison.target is not None:
+        goal = f"{100 * comparison.target:g}\u00a0%"
         rounds = [result.rounds_to_target for result in found]
         columns |= {
-            f"Rounds to {100 * comparison.target:g}\u00a0%": _ranked(
-                found, rounds, [_rounds(result) for result in found], smallest=True
-            ),
+            f"Rounds to {goal}": _ranked(found, rounds, [_rounds(result) for result in found], smallest=True),
             "Speedup": [Cell(f"{r.speed_up:.2f}×" if r.speed_up else ABSENT) for r in found],
-            "Sent until then": _byte_counts(found, [result.bytes_to_target for result in found]),
+            f"{TRAFFIC} to {goal}": _byte_counts(found, [result.bytes_to_target for result in found]),
         }
     if any(result.p_value is not None for result in found):
         columns[f"p vs {first.label}"] = [Cell(as_p_value(result.p_value)) for result in found]
@@ -101,14 +115,15 @@ def _cost_table(comparison: Comparison) -> Table:
     found = costs(comparison)
     columns = {
         "Method": _names(found),
-        "Sent by clients": _byte_counts(found, [cost.bytes_up for cost in found]),
-        "Sent to clients": _byte_counts(found, [cost.bytes_down for cost in found]),
+        UPLOAD: _byte_counts(found, [cost.bytes_up for cost in found]),
+        DOWNLOAD: _byte_counts(found, [cost.bytes_down for cost in found]),
+        TRAFFIC: _byte_counts(found, [cost.traffic for cost in found]),
         "Training time": [Cell(in_seconds(cost.train_seconds)) for cost in found],
         "Spread over clients (%)": _percentages(found, [cost.spread for cost in found], smallest=True),
         "Worst client (%)": _percentages(found, [cost.worst for cost in found]),
     }
-    note = "Spread is the standard deviation of the clients' accuracies in the last evaluation."
-    return _table("Cost and fairness, mean over seeds", columns, (note,))
+    fair = "Spread: standard deviation of the clients' accuracies in the last evaluation."
+    return _table("Cost and fairness, mean over seeds", columns, (SUMS, fair))
 
 
 def _measures_table(comparison: Comparison, measures: Sequence[str]) -> Table:
@@ -116,19 +131,27 @@ def _measures_table(comparison: Comparison, measures: Sequence[str]) -> Table:
     columns = {"Method": _names(judged[measures[0]])}
     for measure, found in judged.items():
         columns[MEASURES[measure]] = _percentages(found, [result.final for result in found])
-    return _table("Every accuracy recorded, last evaluation (%)", columns, ())
+    return _table("All recorded accuracies, last evaluation (%)", columns, ())
 
 
 def _notes(comparison: Comparison, found: Sequence[Result]) -> tuple[str, ...]:
-    notes = ["Mean ± sample standard deviation over seeds; best in bold, second best underlined."]
-    if comparison.target is not None and any(_rounds(result).startswith(">") for result in found):
-        notes.append("“> T”: some seed had not reached the target after T rounds.")
+    several = any(result.final and result.final.std is not None for result in found)
+    values = "Mean ± sample standard deviation over seeds" if several else "One seed"
+    notes = [f"{values}. Best in bold, second best underlined."]
+    if comparison.target is not None:
+        first = comparison.label(comparison.methods[0])
+        notes.append(
+            f"Speedup: rounds of {first} divided by rounds of the method. "
+            f"{TRAFFIC}: upload plus download of all clients."
+        )
+        if any(_rounds(result).startswith(">") for result in found):
+            notes.append("“> T”: at least one seed did not reach the target in T rounds.")
     if any(result.p_value is not None for result in found):
         notes.append(
-            f"p: two-sided t-test of the final values, paired by seed ({SEEDS_FOR_A_TEST} seeds or more)."
+            f"p: two-sided t-test of the final values, paired by seed (from {SEEDS_FOR_A_TEST} seeds on)."
         )
     if any(result.diverged for result in found):
-        notes.append("† some seed diverged and has no final value; the method is not ranked.")
+        notes.append("†: at least one seed diverged. It has no final value, and the method is not ranked.")
     return tuple(notes)
 
 

@@ -189,8 +189,8 @@ class Run:
         }
 
     @cached_property
-    def bytes_sent(self) -> dict[int, int]:
-        """Everything sent up and down until the end of each round."""
+    def traffic(self) -> dict[int, int]:
+        """Upload and download of all clients until the end of each round."""
         totals = accumulate(
             sum(entry.bytes_up.values()) + sum(entry.bytes_down.values()) for entry in self.history
         )

@@ -47,6 +47,7 @@ class Costs:
     diverged: tuple[int, ...]
     bytes_up: float | None
     bytes_down: float | None
+    traffic: float | None  # both
     train_seconds: float | None
     spread: Estimate | None  # standard deviation over the clients' accuracies
     worst: Estimate | None  # accuracy of the worst-served client
@@ -161,6 +162,7 @@ def _costs(label: str, runs: Mapping[int, Run]) -> Costs:
         diverged=_diverged(runs),
         bytes_up=_mean(sum(sum(entry.bytes_up.values()) for entry in history) for history in histories),
         bytes_down=_mean(sum(sum(entry.bytes_down.values()) for entry in history) for history in histories),
+        traffic=_mean(max(run.traffic.values(), default=0) for run in runs.values()),
         train_seconds=_mean(
             sum(entry.seconds.get("train", 0.0) for entry in history) for history in histories
         ),
@@ -176,7 +178,7 @@ def _to_target(
     if target is None or not runs:
         return None, None
     reached = [(run, round_reaching(run, measure, target)) for run in runs.values()]
-    pairs = [(number, run.bytes_sent[number]) for run, number in reached if number is not None]
+    pairs = [(number, run.traffic[number]) for run, number in reached if number is not None]
     if len(pairs) < len(reached):
         return None, None
     return fmean(number for number, _ in pairs), fmean(sent for _, sent in pairs)

@@ -9,32 +9,9 @@ import rich.box
 import rich.table
 from rich.text import Text
 
+from fedalloy.report.latex import latex
 from fedalloy.report.statistics import Mark
 
-LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "{": r"\{",
-        "}": r"\}",
-        "$": r"\$",
-        "&": r"\&",
-        "#": r"\#",
-        "%": r"\%",
-        "_": r"\_",
-        "^": r"\textasciicircum{}",
-        "~": r"\textasciitilde{}",
-        "<": "$<$",
-        ">": "$>$",
-        "±": r"$\pm$",
-        "×": r"$\times$",
-        "†": r"$\dagger$",
-        "≥": r"$\geq$",
-        "—": "---",
-        "–": "--",
-        "\u00a0": "~",
-        "\n": " ",
-    }
-)
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|~$&#])")
 ROW_NAME = 24  # letters of a row's name that a narrow terminal must not wrap
 RICH: dict[Mark, str] = {"best": "bold", "second": "underline", "none": ""}
@@ -79,25 +56,31 @@ def to_rich(table: Table) -> rich.table.Table:
 def to_markdown(table: Table) -> str:
     """A pipe table under a heading: **best**, <u>second</u>."""
     rules = [":--", *["--:"] * (len(table.columns) - 1)]
-    marked = [[_marked(cell, _markdown, "**{}**", "<u>{}</u>") for cell in row] for row in table.rows]
-    lines = [f"| {' | '.join(cells)} |" for cells in ([_markdown(c) for c in table.columns], rules, *marked)]
-    notes = "".join(f"\n{_markdown(note)}\n" for note in table.notes)
-    return f"### {_markdown(table.title)}\n\n" + "\n".join(lines) + "\n" + notes
+    marked = [[_marked(cell, markdown, "**{}**", "<u>{}</u>") for cell in row] for row in table.rows]
+    lines = [f"| {' | '.join(cells)} |" for cells in ([markdown(c) for c in table.columns], rules, *marked)]
+    notes = "".join(f"\n{markdown(note)}\n" for note in table.notes)
+    return f"### {markdown(table.title)}\n\n" + "\n".join(lines) + "\n" + notes
 
 
-def to_latex(table: Table) -> str:
-    r"""A booktabs table (needs ``\usepackage{booktabs}``): \textbf best, \underline second."""
+def to_latex(table: Table, setting: str = "") -> str:
+    r"""A booktabs table (needs ``\usepackage{booktabs}``): \textbf best, \underline second.
+
+    The caption is the title, the setting and the notes, each a sentence of its own.
+    """
     rows = [
-        " & ".join(_marked(cell, _latex, r"\textbf{{{}}}", r"\underline{{{}}}") for cell in row)
+        " & ".join(_marked(cell, latex, r"\textbf{{{}}}", r"\underline{{{}}}") for cell in row)
         for row in table.rows
     ]
+    sentences = [text.removesuffix(".") + "." for text in (table.title, setting, *table.notes) if text]
+    name = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
     lines = [
         r"\begin{table}[t]",
         r"\centering",
-        rf"\caption{{{_latex('. '.join((table.title, *table.notes)))}}}",
+        rf"\caption{{{latex(' '.join(sentences))}}}",
+        rf"\label{{tab:{name}}}",
         rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
         r"\toprule",
-        " & ".join(map(_latex, table.columns)) + r" \\",
+        " & ".join(map(latex, table.columns)) + r" \\",
         r"\midrule",
         *(rf"{row} \\" for row in rows),
         r"\bottomrule",
@@ -127,9 +110,6 @@ def _html_cell(cell: Cell) -> str:
     return f"<td>{_marked(cell, escape, '<b>{}</b>', '<u>{}</u>')}</td>"
 
 
-def _latex(text: str) -> str:
-    return text.translate(LATEX)
-
-
-def _markdown(text: str) -> str:
+def markdown(text: str) -> str:
+    """Any text as Markdown prints it."""
     return MARKDOWN.sub(r"\\\1", text.replace("\n", " "))

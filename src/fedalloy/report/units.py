@@ -3,6 +3,8 @@
 from fedalloy.report.statistics import Estimate
 
 ABSENT = "—"
+UPLOAD, DOWNLOAD, TRAFFIC = "Upload", "Download", "Traffic"  # what every table and figure calls bytes
+TRAFFIC_MEANS = "Upload: clients to server. Download: server to clients. Traffic: both."
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

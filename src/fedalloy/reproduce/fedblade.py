@@ -280,7 +280,7 @@ def _prototypes(way: Literal["up", "down"]) -> Measure:
         sent = run.history[-1].bytes_up if way == "up" else run.history[-1].bytes_down
         return sent["features-means.means"] / float(run.config["clients"]) / 1024
 
-    return Measure(f"KB {way}", of, smaller=True, digits=1)
+    return Measure(f"{way}load per client and round (KiB)", of, smaller=True, digits=1)
 
 
 def _per_class(run: Run) -> float | None:
@@ -434,15 +434,20 @@ ITEMS: dict[str, Grid] = {
             Column(f"C={classes}", {"data": data})
             for classes, data in ((10, "cifar10"), (100, "cifar100"), (200, "tiny-imagenet"))
         ],
-        measures=[_prototypes("down"), _prototypes("up"), Measure("KB a class", _per_class, smaller=True)],
+        measures=[
+            _prototypes("down"),
+            _prototypes("up"),
+            Measure("download per class (KiB)", _per_class, smaller=True),
+        ],
         base=BASE | STEPS | {"rounds": 1, "steps": 1, "epochs": 1},
         cpu={"data": "cifar10", "limit": 100},
-        reduced="CIFAR-10 stands for all three data sets: of 100 and 200 classes compare KB a class",
+        reduced="CIFAR-10 stands for all three data sets: of 100 and 200 classes compare the download per class",
         seeds=SEEDS[:1],
         drawn=(),
         notes=(
-            "The paper prints one direction; its KB a class are that over C. Down goes every class, up go those that a "
-            "client holds. Traffic does not depend on training, so one step is taken, on equal shares of few images.",
+            "The paper prints one direction; its KB per class are that over C. A client downloads every class and "
+            "uploads those that it holds. Traffic does not depend on training, so one step is taken, on equal shares "
+            "of few images.",
         ),
     ),
     "fig2": _study(

@@ -225,7 +225,7 @@ def parameters(label: str = "parameters (M)") -> Measure:
 
 
 def megabytes(label: str, way: Literal["up", "down"]) -> Measure:
-    """What is sent in a round by all clients together."""
+    """Upload or download of a round, of all clients together."""
 
     def of(run: Run) -> float | None:
         found = [sum((entry.bytes_up if way == "up" else entry.bytes_down).values()) for entry in run.history]

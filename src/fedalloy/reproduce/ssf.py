@@ -17,8 +17,8 @@ ITEMS: dict[str, Grid] = {
         columns=[Column("")],
         measures=[
             accuracy("accuracy"),
-            megabytes("MiB up per round", "up"),
-            megabytes("MiB down per round", "down"),
+            megabytes("upload per round (MiB)", "up"),
+            megabytes("download per round (MiB)", "down"),
         ],
         base={
             "data": "cifar100",

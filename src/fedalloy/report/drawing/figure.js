@@ -164,16 +164,18 @@ class Figure {
     const grid = add(this.svg, "g", { class: "grid" });
     const text = add(this.svg, "g", { class: "labels" });
     if (cell.y.ticks) {
-      y.ticks.forEach((tick) => {
+      const every = y.band ? Math.ceil(13 / y.band) : 1; // labels that would touch are left out
+      y.ticks.forEach((tick, number) => {
+        if (number % every) return;
         const lines = tick.label.split("\n").map((line) => shorten(line, box.left - outer.left - (cell.y.title ? 26 : 6)));
         if (!y.band) add(grid, "line", { x1: box.left, x2: box.right, y1: y.at(tick.value), y2: y.at(tick.value) });
-        lines.forEach((line, number) => add(text, "text", {
-          x: box.left - 6, y: y.at(tick.value) + 4 + (number - (lines.length - 1) / 2) * 14, "text-anchor": "end", class: "y",
+        lines.forEach((line, row) => add(text, "text", {
+          x: box.left - 6, y: y.at(tick.value) + 4 + (row - (lines.length - 1) / 2) * 14, "text-anchor": "end", class: "y",
         }, line));
       });
     }
     if (cell.x.ticks) {
-      const every = x.band ? Math.ceil(16 / x.band) : 1; // labels that would touch are left out
+      const every = x.band ? Math.ceil(16 / x.band) : 1;
       x.ticks.forEach((tick, number) => {
         const at = x.at(tick.value);
         if (!x.band) add(grid, "line", { x1: at, x2: at, y1: box.top, y2: box.bottom });
