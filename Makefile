@@ -19,17 +19,20 @@ setup: $(READY) ## make .venv and install everything that tests and checks need 
 
 # What 'pip install fedalloy' installs: enough for 'make run', and half as large.
 $(CORE): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e .
+	@echo 'Making $(VENV): torch and a few more, just under 1 GB; this takes a minute or two.'
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e .
 	@touch $@
 
 $(READY): $(CORE)
-	$(INSTALL) -e '.[test]'
+	@echo 'Adding what tests and checks need, another 1 GB.'
+	@$(INSTALL) -e '.[test]'
 	@touch $@
 
-run: $(CORE) ## compare methods on embedded data, offline; prints a table and the path of a report
-	$(BIN)/fedalloy compare fedavg "feddw(mu=1)" fedrda fedblade ssf "fedsce(p=1, mu=0.1)" \
-	    --data digits --skew dirichlet:0.1 --clients 10 --model "mlp(norm=batch)" --rounds 20 --epochs 2 --lr 0.1 \
+run: $(CORE) ## compare methods on embedded data, offline: tables, a report, and what was seen in a sentence
+	$(BIN)/fedalloy compare fedavg "feddw(mu=1)" fedrda fedblade ssf \
+	    "fedsce(p=1, mu=0.1)" --data digits --skew dirichlet:0.1 --clients 10 \
+	    --model "mlp(norm=batch)" --rounds 20 --epochs 2 --lr 0.1 \
 	    --seeds 0,1,2 --target 0.8
 
 test: $(READY) ## run all tests (browser tests where a browser is found)

@@ -25,6 +25,7 @@ from fedalloy.report import (
     write_tables,
 )
 from fedalloy.report.statistics import costs, results
+from fedalloy.report.verdict import verdict
 from fedalloy.run import OnReply, OnRound, Result
 from fedalloy.series import Series, at_hand, check_settings, rounds_left, settled
 from fedalloy.storage import claim, unless_refused, write_whole
@@ -132,6 +133,7 @@ class Comparison:
         return {
             "folder": str(self.folder),
             "report": str(self.folder / "report.html"),
+            "verdict": verdict(read),
             "results": {name: [asdict(row) for row in results(read, name)] for name in read.headlines},
             "costs": [asdict(row) for row in costs(read)],
             "runs": [

@@ -21,6 +21,7 @@ from rich.progress import (
 
 from fedalloy.errors import FedAlloyError
 
+NARROW = 100  # columns; below, the bar is short
 PAUSE = 0.1  # seconds between two drawings of the bar
 
 AsJson = Annotated[
@@ -49,21 +50,21 @@ def complain(sentence: str, head: str = "error") -> None:
 class Bar:
     """Moves with every client that answers; drawn by this thread alone, because workers are forked from it."""
 
-    def __init__(self, bar: Progress, total: int, done: int) -> None:
-        self._doing = ""
-        self._bar, self._done, self._drawn = bar, done, 0.0
+    def __init__(self, bar: Progress, total: int, done: int, room: int) -> None:
+        self._method, self._seed = "", ""
+        self._bar, self._done, self._drawn, self._room = bar, done, 0.0, room
         self._task = bar.add_task("starting", total=total, completed=done, whole=done, accuracy="")
         bar.refresh()
 
     def run(self, method: str, seed: int) -> None:
         """Of several runs, this one is next."""
-        self._doing = f"{method}, seed {seed}, "
+        self._method, self._seed = method, f", seed {seed}, "
 
     def reply(self, round: int, answered: int, asked: int) -> None:
         """A client answered."""
         if time.monotonic() - self._drawn > PAUSE:
-            words = f"{self._doing}round {round}, {answered} of {asked} clients"
-            self._draw(completed=self._done + answered / asked, description=escape(words))
+            words = self._words(f"round {round}", f", {answered} of {asked} clients")
+            self._draw(completed=self._done + answered / asked, description=words)
 
     def round(self, record: dict[str, Any]) -> None:
         """A round is over."""
@@ -71,8 +72,17 @@ class Bar:
         metrics = record["metrics"] or {}
         shown = metrics.get("personal_local_acc", metrics.get("global_acc"))
         news = {} if shown is None else {"accuracy": f"accuracy {100 * shown:.1f} %"}
-        words = f"{self._doing}round {record['round']}"
-        self._draw(completed=self._done, whole=self._done, description=escape(words), **news)
+        words = self._words(f"round {record['round']}")
+        self._draw(completed=self._done, whole=self._done, description=words, **news)
+
+    def _words(self, round: str, clients: str = "") -> str:
+        """What goes on, as long as there is room for it; a long method is cut before the round is."""
+        rest = f"{self._seed}{round}"
+        if len(self._method + rest + clients) <= self._room:
+            rest += clients
+        short = max(1, self._room - len(rest))
+        method = self._method if len(self._method) <= short else self._method[: short - 1] + "…"
+        return escape(method + rest)
 
     def _draw(self, **news: Any) -> None:
         self._bar.update(self._task, **news)
@@ -83,18 +93,22 @@ class Bar:
 @contextmanager
 def progress(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
     """A bar on standard error for as long as the work lasts; without a terminal there is none."""
+    error = Console(stderr=True, emoji=False)
+    is_narrow = error.width < NARROW
+    width = 8 if is_narrow else 20  # not the whole line, or the echo of Ctrl-C breaks it
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20),  # not the whole line, or the echo of Ctrl-C breaks it
+        BarColumn(bar_width=width),
         TextColumn("{task.fields[whole]}/{task.total}"),
         TextColumn("{task.fields[accuracy]}"),
-        TimeElapsedColumn(),
+        *([] if is_narrow else [TimeElapsedColumn()]),
         TimeRemainingColumn(),
     )
-    error = Console(stderr=True, emoji=False)
+    times = [8] if is_narrow else [8, 8]  # what else stands in the line, each with the space before it
+    room = error.width - sum([1 + width, 2 + 2 * len(str(total)), len(" accuracy 100.0 %"), *times])
     hidden = console.quiet or not error.is_terminal
     with Progress(*columns, console=error, auto_refresh=False, transient=True, disable=hidden) as bar:
-        yield Bar(bar, total, done)
+        yield Bar(bar, total, done, room)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What the commands print for people: tables and where files lie."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import rich.box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedalloy import report
 from fedalloy.data.picture import partition_table
@@ -17,6 +19,7 @@ from fedalloy.report import comparison_tables, read_comparison, read_run, run_ta
 from fedalloy.report.runs import Partition
 from fedalloy.report.statistics import LAST, estimate
 from fedalloy.report.units import in_bytes, in_percent, in_words
+from fedalloy.report.verdict import verdict
 from fedalloy.run import Result
 from fedalloy.trained.predict import Predictions
 from fedalloy.tune import Tuning
@@ -45,9 +48,11 @@ def run(console: Console, result: Result, page: Path) -> None:
 
 
 def comparison(console: Console, folder: Path) -> None:
-    for table in comparison_tables(read_comparison(folder)):
+    read = read_comparison(folder)
+    for table in comparison_tables(read):
         _print(console, table)
     files(console, report=folder / "report.html", Markdown=folder / "table.md", LaTeX=folder / "table.tex")
+    console.print(f"\n{escape(verdict(read))}")
 
 
 def figures(console: Console, drawn: Sequence[Path]) -> None:
@@ -235,6 +240,9 @@ def _print(console: Console, table: report.Table) -> None:
         if sum(width + GAP for width in _widths(piece, str)) > console.width:
             for column, width in zip(drawn.columns, _widths(piece, _longest_word), strict=True):
                 column.width = width
+                column.header = Text(
+                    "\n".join(textwrap.wrap(str(column.header), width))
+                )  # never within "80 %"
         console.print(drawn)
     for note in table.notes:
         console.print(f"[dim]{escape(note)}[/]")
