@@ -42,7 +42,7 @@ fuzz: $(READY) ## try what is generated many times over, drawn anew: hours, if y
 	FEDALLOY_FUZZ=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m 'fuzz or hypothesis' --timeout 7200
 
 deployment: $(READY) ## run the tests of a real federation, those that take minutes too
-	FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/flower/test_deployment.py tests/flower/test_page.py --durations 15
+	FEDALLOY_DEPLOYMENT=1 $(BIN)/pytest -q tests/deploy/test_deployment.py tests/deploy/test_page.py --durations 15
 
 check: $(READY) ## format, lint and strict types, then all tests
 	$(BIN)/ruff format --check $(CHECKED)

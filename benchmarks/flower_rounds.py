@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fedalloy.config import Config
-from fedalloy.flower.deploy import Deployment, environment, free_port, start, stop, tool
-from fedalloy.flower.terms import Terms
+from fedalloy.deploy.deploy import Deployment, environment, free_port, start, stop, tool
+from fedalloy.deploy.terms import Terms
+from fedalloy.experiment.config import Config
 
 SITES, ROUNDS = 3, 5
 

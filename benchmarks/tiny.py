@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from fedalloy.alloy import Phase
-from fedalloy.bench.bare import textbook
-from fedalloy.bench.cases import CASES
-from fedalloy.client import Client
-from fedalloy.folder import RunFolder
-from fedalloy.run import Setup, one_thread
+from fedalloy.core.alloy import Phase
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Setup, one_thread
+from fedalloy.research.bench.bare import textbook
+from fedalloy.research.bench.cases import CASES
+from fedalloy.round.client import Client
 
 REPEATS, CALLS = 7, 400
 

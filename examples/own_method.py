@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import fedalloy as fa
-from fedalloy.alloy import Oracle, Slots
-from fedalloy.client import Step
+from fedalloy.core.alloy import Oracle, Slots
+from fedalloy.core.parameters import Fraction
+from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Fraction
-from fedalloy.server import Server
-from fedalloy.wire import Items
+from fedalloy.round.client import Step
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

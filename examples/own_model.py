@@ -8,7 +8,7 @@ From the root of the repository it also runs as
 from torch import Tensor, nn
 
 import fedalloy as fa
-from fedalloy.nets import Inputs
+from fedalloy.models import Inputs
 
 
 class SmallNet(nn.Module):

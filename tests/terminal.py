@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fedalloy.cli import main
+from fedalloy.cli.app import main
 
 INLINE = ("--engine", "inline", "--clients", "4", "--lr", "0.1")
 QUICK = (*INLINE, "--rounds", "2")

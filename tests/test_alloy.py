@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedalloy
-from fedalloy import registry
-from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Step, client_model, client_round, client_told
+from fedalloy.analysis.explain import explain
+from fedalloy.core import registry
+from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
+from fedalloy.core.expression import parse
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Slot
+from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.explain import explain
-from fedalloy.expression import parse
-from fedalloy.federation import federate
-from fedalloy.local import Local
+from fedalloy.experiment.run import one_thread
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.privacy import Private
 from fedalloy.mechanisms.share import Share
@@ -28,10 +29,9 @@ from fedalloy.methods.fedetf import ETFHead
 from fedalloy.methods.fedprox import Prox
 from fedalloy.methods.moon import Projector
 from fedalloy.methods.scaffold import Control
-from fedalloy.run import one_thread
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client, Step, client_model, client_round, client_told
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 from fuzzing import examples
 
 FED = federate("digits", clients=3, skew="iid", seed=0)

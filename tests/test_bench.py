@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedalloy import nets
-from fedalloy.bench.bare import textbook
-from fedalloy.bench.cases import CASES, FEW, MANY
-from fedalloy.bench.steps import INPUTS, flops
-from fedalloy.nets.base import Inputs
-from fedalloy.weights import Weights
+from fedalloy import models
+from fedalloy.core.net import Inputs
+from fedalloy.core.weights import Weights
+from fedalloy.research.bench.bare import textbook
+from fedalloy.research.bench.cases import CASES, FEW, MANY
+from fedalloy.research.bench.steps import INPUTS, flops
 from terminal import fedalloy
 
 
 def test_the_bare_loop_trains_the_same_function() -> None:
     """ReLU before the pool in the default layout, or after it and channels last: the same numbers."""
     inputs = Inputs("image", (1, 28, 28), 10)
-    ours, plain = nets.build("cnn", inputs), textbook("cnn", inputs)
+    ours, plain = models.build("cnn", inputs), textbook("cnn", inputs)
     with torch.no_grad():
         for mine, other in zip(plain.parameters(), ours.parameters(), strict=True):
             mine.copy_(other)
@@ -61,6 +61,6 @@ def test_operations_are_counted() -> None:
     plain, model = flops("fedavg", "cnn-bn", 1), "cnn-bn"
     assert flops("fedavg", model, 2) == 2 * plain
     assert flops("fedprox", model, 2) == 2 * plain
-    passes = 2 * 8 * nets.size_of(model, INPUTS).flops
+    passes = 2 * 8 * models.size_of(model, INPUTS).flops
     assert flops("moon", model, 2) - 2 * plain == pytest.approx(passes, rel=0.1)  # and its projector
     assert flops("fedavg", model, 1, samples=16) == 2 * plain

@@ -13,16 +13,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedalloy import nets, registry
-from fedalloy.alloy import Alloy, alloy
-from fedalloy.config import Config, flag
+from fedalloy import models
+from fedalloy.core import registry
+from fedalloy.core.alloy import Alloy, alloy
+from fedalloy.core.net import Inputs
+from fedalloy.core.parameters import checked, expected, hints
+from fedalloy.data.federation import federate
+from fedalloy.deploy.plausible import check_plan
+from fedalloy.deploy.terms import Terms, read_settings
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, shown
-from fedalloy.federation import federate
-from fedalloy.flower.plausible import check_plan
-from fedalloy.flower.terms import Terms, read_settings
-from fedalloy.nets.base import Inputs
-from fedalloy.ranges import checked, expected, hints
-from fedalloy.run import Setup, start
+from fedalloy.experiment.config import Config, flag
+from fedalloy.experiment.run import Setup, start
 from fuzzing import examples
 from terminal import fedalloy
 
@@ -34,7 +35,7 @@ ABSURD = [
 FED = federate("digits", clients=3, limit=60)
 SMALL = Config(engine="inline", clients=3, rounds=2, limit=60)
 IMAGES, WORDS = Inputs("image", (1, 8, 8), 10), Inputs("tokens", (5,), 2, 100)
-FACTORIES = nets._FACTORIES
+FACTORIES = models._FACTORIES
 Way = Callable[..., Any]
 
 
@@ -52,7 +53,7 @@ def model(name: str) -> Way:
         checked(name, FACTORIES[name], given)
         word = ", ".join(f"{key}={value!r}" for key, value in given.items())
         with torch.device("meta"):
-            nets.build(f"{name}({word})", WORDS if name == "bilstm" else IMAGES)
+            models.build(f"{name}({word})", WORDS if name == "bilstm" else IMAGES)
 
     return build
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy import registry
-from fedalloy.federation import federate
-from fedalloy.nets import build
-from fedalloy.nets.adopt import adopt
-from fedalloy.nets.base import Inputs, Net, Outputs
-from fedalloy.nets.chain import Layer, chain, descend
-from fedalloy.run import train
-from fedalloy.site import Site
+from fedalloy.core import registry
+from fedalloy.core.net import Inputs, Net, Outputs
+from fedalloy.data.federation import federate
+from fedalloy.experiment.run import train
+from fedalloy.models import build
+from fedalloy.models.adopt import adopt
+from fedalloy.models.chain import Layer, chain, descend
+from fedalloy.round.replica import Site
 
 PIXELS = Inputs("image", (1, 8, 8), classes=10)
 
@@ -112,7 +112,7 @@ def test_runs_end_with_the_same_bits(method: str, monkeypatch: pytest.MonkeyPatc
     fed = federate("digits", clients=5, skew="dirichlet:0.5", seed=0)
     settings: dict[str, Any] = {"rounds": 2, "lr": 0.1, "momentum": 0.9, "epochs": 2, "engine": "inline"}
     quick = train(fed, "mlp(hidden=16, depth=2)", method, **settings)
-    monkeypatch.setattr("fedalloy.site.chain", lambda net: ())
+    monkeypatch.setattr("fedalloy.round.replica.chain", lambda net: ())
     slow = train(fed, "mlp(hidden=16, depth=2)", method, **settings)
     for key in ("weights_sha256", "private_sha256"):
         assert quick.summary[key] == slow.summary[key]
@@ -128,7 +128,7 @@ def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         steps.append(len(y))
         return descend(layers, x, y)
 
-    monkeypatch.setattr("fedalloy.client.descend", counted)
+    monkeypatch.setattr("fedalloy.round.client.descend", counted)
     result = train(fed, "mlp", "fedavg", rounds=2, engine="inline")
     assert len(steps) == sum(line["steps"] for line in result.history) > 50
     steps.clear()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import fedalloy as fa
-from fedalloy import registry
-from fedalloy.cli import app
-from fedalloy.config import Config
-from fedalloy.folder import RunFolder
-from fedalloy.run import start
+from fedalloy.cli.app import app
+from fedalloy.core import registry
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import start
 from terminal import INLINE, QUICK, Said, fedalloy, history, strict_json, summary, tree
 
 EXECUTABLE = Path(sys.executable).with_name("fedalloy")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedalloy.config import Config
+from fedalloy.experiment.config import Config
 from terminal import QUICK, fedalloy, save_npz, tree
 
 BAD: list[tuple[str, str]] = [

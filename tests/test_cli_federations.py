@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fedalloy as fa
-from fedalloy.run import reopen
+from fedalloy.experiment.run import reopen
 from terminal import fedalloy, history, save_npz
 
 ONE = ("--engine", "inline", "--rounds", "1")

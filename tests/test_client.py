@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
-from fedalloy.client import Client, Step, client_round
-from fedalloy.federation import federate
-from fedalloy.local import Local
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.core.registry import make
+from fedalloy.core.training import Local
+from fedalloy.data.federation import federate
 from fedalloy.mechanisms.share import Share
-from fedalloy.registry import make
-from fedalloy.server import Server
-from fedalloy.site import Site
+from fedalloy.round.client import Client, Step, client_round
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=3, skew="iid", seed=0)
 MODEL = "mlp(hidden=8, norm=batch)"

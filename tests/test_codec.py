@@ -12,24 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Slots, alloy
-from fedalloy.client import Info, client_round
-from fedalloy.config import Config
+from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Slots, alloy
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.random import generator
+from fedalloy.core.registry import make
+from fedalloy.core.training import Local
+from fedalloy.core.wire import MOST_SAMPLES, Items, Reply, Slot, bytes_of, refusal
+from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import federate
-from fedalloy.imports import Imports
-from fedalloy.local import Local
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.run import Setup
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Draw, Side, Subspace, projector
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.random import generator
-from fedalloy.registry import make
-from fedalloy.run import Setup
-from fedalloy.server import Fold, Server
-from fedalloy.site import Site
-from fedalloy.wire import MOST_SAMPLES, Items, Reply, Slot, bytes_of, refusal
+from fedalloy.round.client import Info, client_round
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Fold, Server
 from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)

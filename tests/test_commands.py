@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fedalloy.cli import _given, app
-from fedalloy.config import Config
-from fedalloy.reproduce import GRIDS
-from fedalloy.reproduce.printed import Asked, _command
+from fedalloy.cli.app import _given, app
+from fedalloy.experiment.config import Config
+from fedalloy.research.reproduce import GRIDS
+from fedalloy.research.reproduce.printed import Asked, _command
 from terminal import fedalloy, strict_json, tree
 from test_config import OTHER
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fedalloy.compare import Comparison
-from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
+from fedalloy.experiment.config import Config
+from fedalloy.research.compare import Comparison
 from terminal import INLINE, QUICK, fedalloy, history, strict_json, summary, tree
 
 BASE = Config(engine="inline", clients=4, rounds=2, lr=0.1)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fedalloy import expression
-from fedalloy.config import FREE, Config, flag
+from fedalloy.core import expression
+from fedalloy.core.expression import Term, parse, slug, split
 from fedalloy.errors import FedAlloyError, unknown, writing
-from fedalloy.expression import Term, parse, slug, split
+from fedalloy.experiment.config import FREE, Config, flag
 
 OTHER: dict[str, Any] = {
     "method": "fedprox(mu=0.1)",

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from fedalloy.config import Config
-from fedalloy.diagnose import study
+from fedalloy.analysis.diagnose import study
+from fedalloy.core.wire import dump, restore
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
-from fedalloy.folder import RunFolder
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.files import kept_secret
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import reopen, resume, start
 from fedalloy.report.html import write_run_report
-from fedalloy.run import reopen, resume, start
-from fedalloy.storage import kept_secret
-from fedalloy.wire import dump, restore
 from fuzzing import dice
 from terminal import fedalloy, tree
 

@@ -4,8 +4,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fedalloy.cli.picture import partition_table
 from fedalloy.data import Dataset, Dirichlet, Pathological, partition
-from fedalloy.data.picture import partition_table
 
 
 def dataset(classes: int, names: tuple[str, ...] = ()) -> Dataset:

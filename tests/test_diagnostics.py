@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fedalloy as fa
-from fedalloy.diagnose import _apart
-from fedalloy.diagnostics import collapse, effective_rank, spectrum
+from fedalloy.analysis.diagnose import _apart
+from fedalloy.core.diagnostics import collapse, effective_rank, spectrum
+from fedalloy.experiment.run import reopen
 from fedalloy.methods.fedetf import simplex_etf
-from fedalloy.run import reopen
 from terminal import fedalloy, history
 
 RUN = ("--engine", "inline", "--rounds", "2", "--clients", "3", "--skew", "iid", "--model", "mlp(hidden=8)")

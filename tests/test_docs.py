@@ -18,9 +18,11 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import fedalloy
-from fedalloy import cli, nets, registry
-from fedalloy.config import Config
-from fedalloy.papers import pages
+from fedalloy import models
+from fedalloy.analysis.papers import pages
+from fedalloy.cli import app as cli
+from fedalloy.core import registry
+from fedalloy.experiment.config import Config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/**/*.md")])
@@ -144,7 +146,7 @@ def test_the_paper_index_knows_every_method_and_parameter() -> None:
 
 def test_every_model_is_named() -> None:
     text = (ROOT / "docs/data.md").read_text()
-    assert [model.name for model in nets.names() if f"`{model.name}`" not in text] == []
+    assert [model.name for model in models.names() if f"`{model.name}`" not in text] == []
 
 
 def test_the_guide_shows_the_example_that_runs() -> None:

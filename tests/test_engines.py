@@ -21,22 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedalloy import registry
-from fedalloy.alloy import Box, Mechanism
-from fedalloy.client import Client, Step
+from fedalloy.core import registry
+from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Mail, Reply
+from fedalloy.data.federation import federate
 from fedalloy.engines.arena import Arena
-from fedalloy.engines.base import TRIES, Engine
 from fedalloy.engines.inline import Inline
 from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import federate
-from fedalloy.local import Local
-from fedalloy.run import one_thread
-from fedalloy.server import Server
-from fedalloy.site import Sites
-from fedalloy.storage import Vault
-from fedalloy.wire import Items, Mail, Reply
-from fedalloy.workshop import Workshop, tiny_is_zero
+from fedalloy.experiment.files import Vault
+from fedalloy.experiment.run import one_thread
+from fedalloy.round.client import Client, Step
+from fedalloy.round.engine import TRIES, Engine
+from fedalloy.round.replica import Sites
+from fedalloy.round.runtime import Workshop, tiny_is_zero
+from fedalloy.round.server import Server
 from fuzzing import examples
 
 FED = federate("digits", clients=5, skew="dirichlet:0.5", seed=0)
@@ -532,7 +532,7 @@ def test_replies_are_copies(staged: Staged, workers: Callable[..., Workers]) -> 
 
 FAULTS = """
 import resource, sys, torch
-from fedalloy.processes import keep_memory
+from fedalloy.engines.processes import keep_memory
 if "keep" in sys.argv:
     keep_memory()
 def faults():

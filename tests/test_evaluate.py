@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 import fedalloy as fa
-from fedalloy.client import Client
-from fedalloy.server import Server
+from fedalloy.round.client import Client
+from fedalloy.round.server import Server
 
 FED = fa.federate("digits", clients=3, skew="dirichlet:0.5", seed=0)
 

@@ -42,6 +42,6 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
         words = ["run", "--data", "clouds", "--data-root", "data"]
         assert f"fedalloy {' '.join(words)}" in (ROOT / "examples" / name).read_text()
         said = played(
-            tmp_path, "-c", "from fedalloy.cli import main; main()", *words, "--rounds", "2", "--json"
+            tmp_path, "-c", "from fedalloy.cli.app import main; main()", *words, "--rounds", "2", "--json"
         )
         assert '"status": "finished"' in said

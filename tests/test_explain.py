@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedalloy import registry
+from fedalloy.core import registry
 from terminal import fedalloy, history
 
 MODEL = "mlp(hidden=8, norm=batch)"  # has buffers, which some methods send too

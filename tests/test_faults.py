@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from disk import disk_with
-from fedalloy import registry
-from fedalloy.alloy import Box, Mechanism, Oracle
-from fedalloy.client import Step
-from fedalloy.config import Config
+from fedalloy.core import registry
+from fedalloy.core.alloy import Box, Mechanism, Oracle
+from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import federate
-from fedalloy.run import resume, start, train
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.run import resume, start, train
+from fedalloy.round.client import Step
 from terminal import INLINE, QUICK, fedalloy, history, strict_json, summary, tree
 
 AT_ONCE = ("--lr", "1e6", "--weight-decay", "1e6", "--engine", "inline", "--clients", "3", "--rounds", "5")

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 import fedalloy as fa
-from fedalloy import nets, registry
-from fedalloy.config import Config
+from fedalloy import models
+from fedalloy.core import registry
+from fedalloy.core.expression import foreign, parse
+from fedalloy.core.imports import Imports, foreign_in
+from fedalloy.core.net import Inputs
 from fedalloy.errors import FedAlloyError
-from fedalloy.expression import foreign, parse
-from fedalloy.imports import Imports, foreign_in
-from fedalloy.nets.base import Inputs
-from fedalloy.run import Setup, start
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.run import Setup, start
 from fuzzing import dice
 from terminal import fedalloy
 
@@ -93,7 +94,7 @@ def test_even_with_leave_only_what_promises_a_method_or_a_model_is_called(evil: 
     with pytest.raises(FedAlloyError, match="is no method"):
         registry.make(f"fedavg+{name}", Imports())
     with pytest.raises(FedAlloyError, match="is no model"):
-        nets.build(name, DIGITS, Imports())
+        models.build(name, DIGITS, Imports())
     assert not (evil / "called").exists()
 
 
@@ -112,7 +113,7 @@ def test_even_with_leave_only_what_promises_a_method_or_a_model_is_called(evil: 
     ],
 )
 def test_a_name_of_wrong_form_is_not_looked_for(evil: Path, name: str) -> None:
-    for make in (lambda: registry.method(name), lambda: nets.build(name, DIGITS, Imports())):
+    for make in (lambda: registry.method(name), lambda: models.build(name, DIGITS, Imports())):
         with pytest.raises(FedAlloyError):
             make()
     assert untouched(evil)
@@ -205,12 +206,12 @@ def test_installed_packages_may_offer_names(evil: Path, monkeypatch: pytest.Monk
         "[fedalloy.methods]\nmy-method = evil:mine\nodd = evil:boom\n[fedalloy.models]\nmy_net = evil:net\n"
     )
     sys.path.insert(0, str(evil))
-    from fedalloy import imports
+    from fedalloy.core import imports
 
     imports._installed.cache_clear()
     try:
         assert registry.make("my-method(mu=1)+prox(mu=0.1)").expression.startswith("mymethod(mu=1)+")
-        assert nets.build("my-net", DIGITS).head.out_features == 10
+        assert models.build("my-net", DIGITS).head.out_features == 10
         with pytest.raises(FedAlloyError, match="is no method"):
             registry.make("odd")
         assert not Path("called").exists()
@@ -274,7 +275,7 @@ def test_no_expression_imports_anything(evil: Path) -> None:
         with pytest.raises(FedAlloyError):
             registry.make(text)
         with pytest.raises(FedAlloyError):
-            nets.build(text, DIGITS)
+            models.build(text, DIGITS)
     seen: list[str] = []
     watching = True
 

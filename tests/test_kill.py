@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from fedalloy.cli import main
-from fedalloy.config import Config
-from fedalloy.run import Result, resume, start
+from fedalloy.cli.app import main
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.run import Result, resume, start
 
 pytestmark = [pytest.mark.xdist_group("kill"), pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ SETTINGS = (
 ).split()
 PATIENCE = 120.0  # seconds until a test gives up on a process
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["fedalloy.cli"])
+FORKS.set_forkserver_preload(["fedalloy.cli.app"])
 
 
 def until(true: Callable[[], Any], what: str) -> None:

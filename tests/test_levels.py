@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedalloy import nets
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.nets.levels import Levels, depths, pooled
-from fedalloy.nets.measure import samples
+from fedalloy import models
+from fedalloy.core.measure import samples
+from fedalloy.core.net import Inputs, Net
+from fedalloy.mechanisms.levels import Levels, depths, pooled
 
 IMAGES = Inputs("image", (3, 32, 32), classes=5)
 SMALL = Inputs("image", (1, 8, 8), classes=5)
@@ -18,7 +18,7 @@ SMALL = Inputs("image", (1, 8, 8), classes=5)
 def built(model: str, inputs: Inputs = SMALL) -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nets.build(model, inputs)
+        return models.build(model, inputs)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ class Reused(nn.Module):
 
 
 def test_a_module_that_is_called_twice() -> None:
-    net = nets.adopt(Reused(), SMALL)
+    net = models.adopt(Reused(), SMALL)
     levels = Levels(net, SMALL)
     net(samples(SMALL, 2))
     assert [tuple(z.shape) for z in levels.pooled] == [(2, 4), (2, 6)]

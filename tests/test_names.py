@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedalloy import nets, registry
-from fedalloy.compare import Comparison
-from fedalloy.config import Config
+from fedalloy import models
+from fedalloy.cli.deploy import _spelling
+from fedalloy.core import registry
+from fedalloy.core.expression import split
+from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
-from fedalloy.expression import split
-from fedalloy.federation import federate
-from fedalloy.flower.cli import _spelling
-from fedalloy.folder import RunFolder
-from fedalloy.presets import PRESETS, preset
-from fedalloy.run import Setup, play, resume, start, train
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Setup, play, resume, start, train
+from fedalloy.research.compare import Comparison
+from fedalloy.research.presets import PRESETS, preset
 from fuzzing import examples
 from terminal import fedalloy, tree
 
@@ -33,11 +34,11 @@ def weights(folder: Path, **changed: object) -> str:
     return str(start(TINY.model_copy(update=changed), folder).summary["weights_sha256"])
 
 
-@pytest.mark.parametrize("name", [model.name for model in nets.names()])
+@pytest.mark.parametrize("name", [model.name for model in models.names()])
 def test_a_name_of_the_zoo_is_its_own_spelling(name: str) -> None:
-    assert nets.spelled(name) == name
+    assert models.spelled(name) == name
     for typed in (name.replace("-", "_"), name.upper(), f" {name.replace('-', '')} ", f"{name}()"):
-        assert nets.spelled(typed) == name
+        assert models.spelled(typed) == name
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_name_of_the_zoo_is_its_own_spelling(name: str) -> None:
     ],
 )
 def test_parameters_have_one_spelling_too(typed: str, one: str) -> None:
-    assert nets.spelled(typed) == nets.spelled(one) == one
+    assert models.spelled(typed) == models.spelled(one) == one
 
 
 numbers = st.integers(1, 300).map(str)
@@ -77,7 +78,7 @@ def test_order_and_spaces_do_not_count(parameters: dict[str, str], draw: object,
         f"{space}MLP({space}" + f"{space},".join(f"{k}{space}={space}{v}" for k, v in listed) + f"{space})"
     )
     plain = f"mlp({', '.join(f'{k}={v}' for k, v in parameters.items())})"
-    assert nets.spelled(typed) == nets.spelled(plain) == nets.spelled(nets.spelled(typed))
+    assert models.spelled(typed) == models.spelled(plain) == models.spelled(models.spelled(typed))
 
 
 def test_what_is_published_keeps_its_weights() -> None:
@@ -88,7 +89,7 @@ def test_what_is_published_keeps_its_weights() -> None:
         config = tomllib.loads(file.read_text())
         found |= {config["model"], *split(config.get("models", ""))}
     assert len(found) > 4
-    assert [text for text in found if ",".join(map(nets.spelled, split(text))) != text] == []
+    assert [text for text in found if ",".join(map(models.spelled, split(text))) != text] == []
 
 
 def test_two_spellings_start_from_the_same_weights(tmp_path: Path) -> None:

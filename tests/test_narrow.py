@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedalloy import show
-from fedalloy.console import console, progress
+from fedalloy.cli import show
+from fedalloy.cli.console import console, progress
 from fedalloy.report import read_comparison
 from fedalloy.report.verdict import verdict
 from test_report_runs import curve_run, fake_comparison
@@ -28,7 +28,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, width: int, method: str) -> Iterator[
     """Every line of the bar while one method runs."""
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("FORCE_COLOR", "1")  # else there is no bar where there is no terminal
-    monkeypatch.setattr("fedalloy.console.PAUSE", -1.0)
+    monkeypatch.setattr("fedalloy.cli.console.PAUSE", -1.0)
     with redirect_stderr(StringIO()) as err, progress(console(), 360) as bar:
         bar.run(method, 10)
         for number in range(1, 21):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from fedalloy import nets
+from fedalloy import models
+from fedalloy.core.imports import Imports
+from fedalloy.core.measure import samples
 from fedalloy.errors import FedAlloyError
-from fedalloy.imports import Imports
-from fedalloy.nets import Inputs, Net, Outputs, adopt, build, names, size_of
-from fedalloy.nets.bilstm import Reader
-from fedalloy.nets.measure import samples
-from fedalloy.nets.resnet import _projection
+from fedalloy.models import Inputs, Net, Outputs, adopt, build, names, size_of
+from fedalloy.models.bilstm import Reader
+from fedalloy.models.resnet import _projection
 
 VECTORS = Inputs("vector", (12,), classes=3)
 TOKENS = Inputs("tokens", (9,), classes=2, vocab=30)
@@ -389,7 +389,7 @@ def test_an_import_that_fails_inside_the_users_module_is_shown_as_it_is() -> Non
         build("own_broken:fixed", VECTORS, Imports())
 
 
-@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(nets.__path__)] + [""])
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(models.__path__)] + [""])
 def test_examples_in_docstrings(name: str) -> None:
-    module = importlib.import_module(f"fedalloy.nets.{name}" if name else "fedalloy.nets")
+    module = importlib.import_module(f"fedalloy.models.{name}" if name else "fedalloy.models")
     assert doctest.testmod(module).failed == 0

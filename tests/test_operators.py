@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedalloy import registry
-from fedalloy.client import ClientData, Info, client_round
+from fedalloy.core import registry
+from fedalloy.core.net import Inputs
+from fedalloy.core.training import Local
 from fedalloy.data import Prepare
-from fedalloy.local import Local
-from fedalloy.nets.base import Inputs
-from fedalloy.server import Server
-from fedalloy.site import Site
+from fedalloy.round.client import ClientData, Info, client_round
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 FILE = Path(__file__).with_name("operators.json")
 INPUTS = Inputs("image", (1, 8, 8), classes=10)

@@ -93,7 +93,7 @@ def test_every_file_of_the_package_is_in_the_wheel(dist: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fedalloy/")}
     files = (path for path in (ROOT / "src" / "fedalloy").rglob("*") if path.is_file())
     ours = {str(path.relative_to(ROOT / "src")) for path in files if "__pycache__" not in path.parts}
-    assert held == ours | {"fedalloy/papers.md"}
+    assert held == ours | {"fedalloy/analysis/papers.md"}
     assert {"fedalloy/py.typed", "fedalloy/data/digits.npz", "fedalloy/report/page.html"} <= held
 
 
@@ -142,7 +142,7 @@ tune fedprox --trials 2 --rounds 1 --clients 2
 """
 TYPED = """
 import sys
-from fedalloy.cli import main
+from fedalloy.cli.app import main
 for line in sys.argv[1].splitlines():
     try:
         main(line.split())

@@ -45,7 +45,7 @@ import fedalloy
 for found in pkgutil.walk_packages(fedalloy.__path__, "fedalloy."):
     if found.name == "fedalloy.__main__":
         continue
-    if found.name.startswith(("fedalloy.flower.", "fedalloy.deploy.")) and not found.name.endswith(".cli"):
+    if found.name.startswith(("fedalloy.deploy.", "fedalloy.deploy.")) and not found.name.endswith(".cli"):
         continue  # a server and its sites run on Linux
     try:
         __import__(found.name)
@@ -54,7 +54,7 @@ for found in pkgutil.walk_packages(fedalloy.__path__, "fedalloy."):
     except fedalloy.FedAlloyError as error:
         assert "pip install" in str(error), error
 
-from fedalloy.cli import main
+from fedalloy.cli.app import main
 def typed(*words):
     try:
         main(words)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fedalloy as fa
-from fedalloy.nets import build
-from fedalloy.nets.base import Inputs
+from fedalloy.core.net import Inputs
+from fedalloy.models import build
 
 INPUTS = Inputs("image", (1, 8, 8), 10)
 

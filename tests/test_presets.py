@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fedalloy import registry
-from fedalloy.compare import Comparison
-from fedalloy.config import Config
+from fedalloy.core import registry
 from fedalloy.errors import FedAlloyError
-from fedalloy.presets import PRESETS, every_method, preset
+from fedalloy.experiment.config import Config
+from fedalloy.research.compare import Comparison
+from fedalloy.research.presets import PRESETS, every_method, preset
 from terminal import fedalloy
 
 

@@ -13,21 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedalloy import registry, run
-from fedalloy.alloy import Alloy, AlloyConflict, Box, Folded, Mechanism, Slots, alloy
-from fedalloy.client import client_round
+from fedalloy.analysis.explain import explain
+from fedalloy.core import registry
+from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Folded, Mechanism, Slots, alloy
+from fedalloy.core.random import BLOCK, gaussian
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Mail, Reduce, Reply, Slot
+from fedalloy.data.federation import Federation, federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.explain import explain
-from fedalloy.federation import Federation, federate
-from fedalloy.local import Local
+from fedalloy.experiment import run
+from fedalloy.experiment.run import train
 from fedalloy.mechanisms import privacy
 from fedalloy.mechanisms.privacy import Private, epsilon, shortening
 from fedalloy.mechanisms.share import Share
-from fedalloy.random import BLOCK, gaussian
-from fedalloy.run import train
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Mail, Reduce, Reply, Slot
+from fedalloy.round.client import client_round
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=4, skew="dirichlet:0.5")
 MLP = "mlp(hidden=16)"  # 1210 weights

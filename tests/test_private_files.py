@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedalloy.config import Config
-from fedalloy.run import start
-from fedalloy.storage import kept_secret, private_folder, write_whole
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.files import kept_secret, private_folder, write_whole
+from fedalloy.experiment.run import start
 
 
 def test_what_is_private_is_private_under_any_umask(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedalloy.config import Config
+from fedalloy.experiment.config import Config
 from fedalloy.report.runs import read_run
-from fedalloy.reproduce.grid import place
+from fedalloy.research.reproduce.grid import place
 from terminal import fedalloy, tree
 
 PUBLISHED = Path(__file__).parents[1] / "results"

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedalloy import registry
-from fedalloy.alloy import Box, Mechanism, Slots, alloy
-from fedalloy.client import ClientData
-from fedalloy.config import Config
+from fedalloy.core import registry
+from fedalloy.core.alloy import Box, Mechanism, Slots, alloy
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Mail, Reply, Slot
+from fedalloy.data.federation import federate
 from fedalloy.engines.inline import Inline
-from fedalloy.federation import federate
-from fedalloy.folder import RunFolder
-from fedalloy.local import Local
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Record, Result, Setup, one_round, one_thread, train
 from fedalloy.mechanisms.share import Share
-from fedalloy.run import Record, Result, Setup, one_round, one_thread, train
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Mail, Reply, Slot
+from fedalloy.round.client import ClientData
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=5, skew="iid", seed=0)
 MODEL = "mlp(hidden=4)"

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from disk import disk_with
-from fedalloy import registry
-from fedalloy.alloy import Mechanism
-from fedalloy.bench import play as benches
+from fedalloy.core import registry
+from fedalloy.core.alloy import Mechanism
+from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import federate
-from fedalloy.run import Setup, train
-from fedalloy.server import Server
+from fedalloy.experiment.run import Setup, train
+from fedalloy.research.bench import play as benches
+from fedalloy.round.server import Server
 from terminal import INLINE, fedalloy, tree
 
 COMMANDS: dict[str, tuple[str, ...]] = {

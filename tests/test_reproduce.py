@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedalloy.errors import FedAlloyError
 from fedalloy.report.tables import Table
-from fedalloy.reproduce import items, matrix_report, matrix_study, reproduce
-from fedalloy.reproduce.matrix import STEPS, Method, Problem, Run
-from fedalloy.reproduce.matrix_study import METHODS, RANKS, Curve, gradient_noise
+from fedalloy.research.reproduce import items, matrix_report, matrix_study, reproduce
+from fedalloy.research.reproduce.matrix import STEPS, Method, Problem, Run
+from fedalloy.research.reproduce.matrix_study import METHODS, RANKS, Curve, gradient_noise
 from terminal import strict_json
 
 SMALL = {"clients": 3, "samples": 24, "rows": 12, "columns": 2}

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from browser import needs_browser
-from fedalloy import registry, reproduce
-from fedalloy.cli import main
+from fedalloy.cli.app import main
+from fedalloy.core import registry
 from fedalloy.errors import FedAlloyError
-from fedalloy.folder import RunFolder
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.report import files
 from fedalloy.report.runs import read_run
-from fedalloy.reproduce import costs
-from fedalloy.reproduce.grid import (
+from fedalloy.research import reproduce
+from fedalloy.research.reproduce import costs
+from fedalloy.research.reproduce.grid import (
     Column,
     Grid,
     Judge,

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedalloy import reproduce
-from fedalloy.config import Config
 from fedalloy.data.catalogue import JOINED
-from fedalloy.reproduce.costs import DATA
-from fedalloy.reproduce.grid import by_seed
-from fedalloy.run import start
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.run import start
+from fedalloy.research import reproduce
+from fedalloy.research.reproduce.costs import DATA
+from fedalloy.research.reproduce.grid import by_seed
 
 EACH, TESTED = 20, 8
 

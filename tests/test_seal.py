@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from fedalloy.alloy import AlloyConflict, Box, Folded, Mechanism, alloy
-from fedalloy.client import Client, Info, client_round
-from fedalloy.federation import federate
-from fedalloy.local import Local
+from fedalloy.core.alloy import AlloyConflict, Box, Folded, Mechanism, alloy
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Reply
+from fedalloy.data.federation import federate
+from fedalloy.experiment.run import resume, train
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.subspace import Subspace
 from fedalloy.methods import feddyn, fedsub, scaffold, ssf
-from fedalloy.run import resume, train
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Reply
+from fedalloy.round.client import Client, Info, client_round
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=3, skew="iid")
 MLP = "mlp(hidden=8)"

@@ -11,7 +11,7 @@ import pytest
 import cards
 import fedalloy
 import links
-from fedalloy import registry
+from fedalloy.core import registry
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disk import disk_with
-from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
-from fedalloy.folder import RunFolder
-from fedalloy.run import Result, resume, start
-from fedalloy.storage import Vault, append_line, fingerprint, write_whole
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.files import Vault, append_line, fingerprint, write_whole
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Result, resume, start
 from fuzzing import examples
 from terminal import save_npz, tree
 

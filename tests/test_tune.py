@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedalloy import registry
-from fedalloy.config import Config
+from fedalloy.core import registry
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Inputs
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
-from fedalloy.imports import Imports
-from fedalloy.nets.base import Inputs
-from fedalloy.search import RATES, SPACES, Point, Space
-from fedalloy.site import Site
-from fedalloy.tune import Trial, Tuning, _proposed
+from fedalloy.experiment.config import Config
+from fedalloy.research.search import RATES, SPACES, Point, Space
+from fedalloy.research.tune import Trial, Tuning, _proposed
+from fedalloy.round.replica import Site
 from terminal import INLINE, fedalloy, history, save_npz, strict_json, summary, tree
 
 ONE = (*INLINE[:4], "--rounds", "1", "--limit", "200")
@@ -449,7 +449,7 @@ def test_an_interrupted_search_says_how_to_carry_on(tmp_path: Path, monkeypatch:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedalloy.console.Bar.round", stop)
+    monkeypatch.setattr("fedalloy.cli.console.Bar.round", stop)
     said = fedalloy("tune", "feddyn", *ONE, "--lr", "0.1", "--out", str(tmp_path / "t"))
     assert (said.code, said.out) == (130, "")
     assert said.err == "stopped: carry on with: the same command\n"

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fedalloy as fa
-from fedalloy.federation import Federation
+from fedalloy.data.federation import Federation
 from fuzzing import examples
 from terminal import QUICK, fedalloy, history, save_npz, strict_json
 

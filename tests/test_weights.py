@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedalloy import nets
+from fedalloy import models
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.random import generator
+from fedalloy.core.training import Local
+from fedalloy.core.weights import Layout, Weights
 from fedalloy.errors import FedAlloyError
-from fedalloy.local import Local
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.random import generator
-from fedalloy.weights import Layout, Weights
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)
 OPTIMISERS = {
@@ -31,7 +31,7 @@ OPTIMISERS = {
 def built(model: str) -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nets.build(model, DIGITS)
+        return models.build(model, DIGITS)
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,16 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import Info
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.net import Inputs
+from fedalloy.core.registry import make
+from fedalloy.core.training import Local
+from fedalloy.core.wire import (
+    MOST_SAMPLES,
+    Items,
+    Reply,
+    Slot,
+    Spec,
+    bytes_of,
+    diverged,
+    dump,
+    refusal,
+    restore,
+)
 from fedalloy.errors import FedAlloyError
-from fedalloy.local import Local
-from fedalloy.nets.base import Inputs
-from fedalloy.registry import make
-from fedalloy.replies import in_order
-from fedalloy.server import Fold, Server
-from fedalloy.site import Site
-from fedalloy.wire import MOST_SAMPLES, Items, Reply, Slot, Spec, bytes_of, diverged, dump, refusal, restore
+from fedalloy.round.client import Info
+from fedalloy.round.replica import Site
+from fedalloy.round.replies import in_order
+from fedalloy.round.server import Fold, Server
 from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)

@@ -2,16 +2,18 @@
 
 __version__ = "0.2.0"
 
-from fedalloy import methods
-from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy
-from fedalloy.config import Config
+from fedalloy import methods, moved
+from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy
+from fedalloy.core.registry import method, recipe
+from fedalloy.core.wire import Slot
 from fedalloy.data import IID, BalancedDirichlet, Dataset, Dirichlet, Domain, Pathological, Quantity
+from fedalloy.data.federation import Federation, federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import Federation, federate
-from fedalloy.registry import method, recipe
-from fedalloy.run import Result, resume, train
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.run import Result, resume, train
 from fedalloy.trained import Model, export, load_model, predict
-from fedalloy.wire import Slot
+
+moved.follow()
 
 __all__ = [
     "IID",

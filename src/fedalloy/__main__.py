@@ -1,6 +1,6 @@
 """`python -m fedalloy` is the command `fedalloy`."""
 
-from fedalloy.cli import main
+from fedalloy.cli.app import main
 
 if __name__ == "__main__":
     main()

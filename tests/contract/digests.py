@@ -1,6 +1,6 @@
 """Print the digest of every contract row on every engine: equal before and after a change, or the change changed bits.
 
-    python tests/contract/digests.py > before.json
+python tests/contract/digests.py > before.json
 """
 
 import json
@@ -17,9 +17,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "flower")]
 from loopback import Loopback  # noqa: E402
 from test_contract import FED, GRID, Case  # noqa: E402
 
-from fedalloy.flower.server import serve  # noqa: E402
-from fedalloy.run import Result  # noqa: E402
-from fedalloy.storage import Vault  # noqa: E402
+from fedalloy.deploy.server import serve  # noqa: E402
+from fedalloy.experiment.files import Vault  # noqa: E402
+from fedalloy.experiment.run import Result  # noqa: E402
 
 
 def over_flower(case: Case) -> tuple[str, str | None]:

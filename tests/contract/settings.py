@@ -6,7 +6,7 @@ To put a method of your own under the contract, add a row with its expression, s
 
 from dataclasses import dataclass
 
-from fedalloy.expression import parse
+from fedalloy.core.expression import parse
 
 PLAIN = "mlp(hidden=8)"
 NORMED = "mlp(hidden=8, norm=batch)"

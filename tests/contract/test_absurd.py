@@ -8,14 +8,14 @@ import pytest
 import torch
 from settings import NORMED, ROWS, VARIANTS, Row
 
-from fedalloy.config import Config
+from fedalloy.core.wire import Items, Mail, Reply, Slot
+from fedalloy.data.federation import federate
 from fedalloy.engines.inline import Inline
-from fedalloy.federation import federate
-from fedalloy.folder import RunFolder
-from fedalloy.lengths import too_long
-from fedalloy.run import Record, Setup, one_round, one_thread
-from fedalloy.server import Server
-from fedalloy.wire import Items, Mail, Reply, Slot
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Record, Setup, one_round, one_thread
+from fedalloy.round.lengths import too_long
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=4, skew="pathological:3", seed=0)
 LIAR = 2

@@ -14,19 +14,19 @@ from loopback import Loopback
 from settings import ROWS, VARIANTS, Row
 from torch import Tensor
 
-from fedalloy import registry
-from fedalloy.client import Client, ClientData, Info, client_round
-from fedalloy.config import Config
+from fedalloy.core import registry
+from fedalloy.core.imports import Imports
+from fedalloy.core.wire import Items, Mail, Reply, Spec, bytes_of, restore
+from fedalloy.data.federation import federate
+from fedalloy.deploy.server import serve
 from fedalloy.engines.inline import Inline
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import federate
-from fedalloy.flower.server import serve
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports
-from fedalloy.run import Record, Result, Setup, one_round, one_thread, play, resume, sample
-from fedalloy.server import Server
-from fedalloy.storage import Vault
-from fedalloy.wire import Items, Mail, Reply, Spec, bytes_of, restore
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.files import Vault
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Record, Result, Setup, one_round, one_thread, play, resume, sample
+from fedalloy.round.client import Client, ClientData, Info, client_round
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=5, skew="pathological:3", seed=0)
 ROUNDS = 3

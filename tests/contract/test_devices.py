@@ -9,17 +9,17 @@ import torch
 from elsewhere import ELSEWHERE, HERE, WrongDevice, elsewhere
 from settings import ROWS, VARIANTS, Row
 
-from fedalloy import registry
+from fedalloy.core import registry
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Mail
+from fedalloy.data.federation import federate
 from fedalloy.engines.inline import Inline
-from fedalloy.evaluate import evaluate
-from fedalloy.federation import federate
-from fedalloy.local import Local
-from fedalloy.run import one_thread
-from fedalloy.server import Server
-from fedalloy.site import Sites
-from fedalloy.storage import Vault, fingerprint
-from fedalloy.wire import Items, Mail
-from fedalloy.workshop import Workshop
+from fedalloy.experiment.files import Vault, fingerprint
+from fedalloy.experiment.run import one_thread
+from fedalloy.round.evaluate import evaluate
+from fedalloy.round.replica import Sites
+from fedalloy.round.runtime import Workshop
+from fedalloy.round.server import Server
 
 FED = federate("digits", clients=2, skew="pathological:5", seed=0, limit=90)
 ROUNDS = 2

@@ -20,22 +20,22 @@ import torch
 from settings import ROWS, Row
 from torch import Tensor
 
-from fedalloy import registry
-from fedalloy.alloy import Box, Mechanism
-from fedalloy.client import Step
-from fedalloy.compare import Comparison
-from fedalloy.config import Config
+from fedalloy.core import registry
+from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.imports import Imports
+from fedalloy.core.wire import Mail
 from fedalloy.data import Dataset
-from fedalloy.engines.base import TRIES
+from fedalloy.data.federation import Federation, federate
 from fedalloy.engines.cluster import Cluster, ray
 from fedalloy.engines.plain import packed, unpacked
 from fedalloy.engines.ray import RayActors, _device
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import Federation, federate
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports
-from fedalloy.run import Record, Setup, one_thread, play, resume, train
-from fedalloy.wire import Mail
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Record, Setup, one_thread, play, resume, train
+from fedalloy.research.compare import Comparison
+from fedalloy.round.client import Step
+from fedalloy.round.engine import TRIES
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -499,8 +499,8 @@ def listening(port: int) -> bool:
 def test_without_ray(room: Path) -> None:
     """It is an extra: nothing else needs it, and who asks for it is told what to type."""
     code = (
-        "import sys, fedalloy.cli; assert 'ray' not in sys.modules; sys.modules['ray'] = None; "
-        "fedalloy.cli.main(['run', '--engine', 'ray', '--clients', '2', '--out', 'without'])"
+        "import sys, fedalloy.cli.app; assert 'ray' not in sys.modules; sys.modules['ray'] = None; "
+        "fedalloy.cli.app.main(['run', '--engine', 'ray', '--clients', '2', '--out', 'without'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=room, env=environment(room), capture_output=True, text=True

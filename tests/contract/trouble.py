@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedalloy import registry
-from fedalloy.alloy import Alloy, Box, Mechanism
-from fedalloy.client import Client, Step
+from fedalloy.core import registry
+from fedalloy.core.alloy import Alloy, Box, Mechanism
 from fedalloy.errors import FedAlloyError
-from fedalloy.nets import Inputs
+from fedalloy.models import Inputs
+from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, ClientData, Step, client_round, client_told
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Net
+from fedalloy.core.random import generator
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Mail, Reply
 from fedalloy.data import Dataset, Prepare, Split, load
-from fedalloy.federation import Federation, federate
-from fedalloy.imports import Imports
-from fedalloy.local import Local
+from fedalloy.data.federation import Federation, federate
+from fedalloy.experiment.run import Result, train
 from fedalloy.methods import local
-from fedalloy.nets.base import Net
-from fedalloy.random import generator
-from fedalloy.replies import Outcome
-from fedalloy.run import Result, train
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Mail, Reply
+from fedalloy.round.client import Client, ClientData, Step, client_round, client_told
+from fedalloy.round.replica import Site
+from fedalloy.round.replies import Outcome
+from fedalloy.round.server import Server
 
 MLP = "mlp(hidden=16)"
 BATCHNORM = "mlp(hidden=16, norm=batch)"

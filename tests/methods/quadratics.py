@@ -8,11 +8,11 @@ import torch
 from laboratory import Lab, consecutive, handed_out
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.net import Inputs, Net, Outputs
 from fedalloy.data import Dataset
-from fedalloy.federation import Federation
-from fedalloy.nets.base import Inputs, Net, Outputs
+from fedalloy.data.federation import Federation
+from fedalloy.round.client import Step
 
 Rows = tuple[tuple[float, ...], ...]
 

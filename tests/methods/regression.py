@@ -1,4 +1,4 @@
-"""Problems in float64: the matrix regression of `fedalloy.reproduce` through the real core, and a net for digits."""
+"""Problems in float64: the matrix regression that `reproduce` studies, through the real core, and a net for digits."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ import torch
 from laboratory import Lab, consecutive, handed_out
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.net import Inputs, Net, Outputs
 from fedalloy.data import Dataset
-from fedalloy.nets.base import Inputs, Net, Outputs
-from fedalloy.reproduce.matrix import STEPS, Problem
+from fedalloy.research.reproduce.matrix import STEPS, Problem
+from fedalloy.round.client import Step
 
 
 class _Matrix(Net):

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from laboratory import MLP, Lab, digits, double, far, handed_out
 from torch import Tensor
 
-from fedalloy.alloy import Box
-from fedalloy.client import Client, Step, client_model
+from fedalloy.core.alloy import Box
+from fedalloy.core.registry import make
 from fedalloy.data import Dataset
 from fedalloy.methods import balancedsoftmax, fedavg
 from fedalloy.methods.balancedsoftmax import BalancedSoftmax, log_prior
-from fedalloy.registry import make
+from fedalloy.round.client import Client, Step, client_model
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 

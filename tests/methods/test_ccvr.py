@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, far, run
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Items, Reply
+from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyWarning
-from fedalloy.federation import federate
-from fedalloy.folder import RunFolder
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.methods import ccvr
 from fedalloy.methods.ccvr import Covariance, Moments, VirtualFeatures, drawn, moments, pooled
-from fedalloy.registry import make
-from fedalloy.replies import Outcome
-from fedalloy.wire import Items, Reply
+from fedalloy.round.replies import Outcome
 
 COVARIANCES: list[Covariance] = ["full", "diag"]
 SKEWED = "pathological:3"

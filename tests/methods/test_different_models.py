@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from laboratory import digits
 
-from fedalloy.config import Config
-from fedalloy.folder import RunFolder
-from fedalloy.registry import RECIPES, make
-from fedalloy.run import Record, Result, Setup, play, resume
+from fedalloy.core.registry import RECIPES, make
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Record, Result, Setup, play, resume
 
 MODELS = "mlp(hidden=8, norm=batch),lenet,mlp(hidden=12, depth=2)"
 METHODS = [name for name, recipe in RECIPES.items() if recipe.family == "different models"]

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, accuracy, batches, digits, far, run, shards
 from torch import Tensor, nn
 
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Step
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.registry import make
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import ditto, fedavg, local
 from fedalloy.methods.ditto import PersonalModel
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.registry import make
+from fedalloy.round.client import Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 DROPPING = "test_ditto:dropping"

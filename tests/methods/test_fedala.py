@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, run
 from torch import Tensor
 
-from fedalloy.alloy import Alloy
-from fedalloy.client import Client, client_model
-from fedalloy.federation import Federation
+from fedalloy.core.alloy import Alloy
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Mail
+from fedalloy.data.federation import Federation
 from fedalloy.methods import fedala, fedavg
 from fedalloy.methods.fedala import ALA, mixed, slope
-from fedalloy.registry import make
-from fedalloy.wire import Mail
+from fedalloy.round.client import Client, client_model
 
 HOME = sys.modules["fedalloy.methods.fedala"]  # the package's attribute of this name is the recipe
 DEEP = "mlp(hidden=16, depth=2, norm=batch)"

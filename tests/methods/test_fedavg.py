@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, batches, dealt, digits, far, full_gradient, probed, run, shards
 from torch import Tensor
 
+from fedalloy.experiment.run import sample
 from fedalloy.methods import fedavg
-from fedalloy.run import sample
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, assert_personal_accuracies, digits, far, run
 from torch import nn
 
-from fedalloy.alloy import AlloyConflict, Phase, alloy
+from fedalloy.core.alloy import AlloyConflict, Phase, alloy
+from fedalloy.core.registry import make
+from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
+from fedalloy.experiment.run import reopen
 from fedalloy.methods import fedavg, fedbabu, fedrep
 from fedalloy.methods.fedbabu import FixedHead
-from fedalloy.registry import make
-from fedalloy.run import reopen
-from fedalloy.site import Site
-from fedalloy.weights import BASE, HEAD
+from fedalloy.round.replica import Site
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 MOVING: list[dict[str, Any]] = [

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, handed_out
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict, Box
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import AlloyConflict, Box
+from fedalloy.core.diagnostics import effective_rank, spectrum
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, load
-from fedalloy.diagnostics import effective_rank, spectrum
+from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyWarning
-from fedalloy.federation import Federation
 from fedalloy.methods import fedblade, fedetf
 from fedalloy.methods.fedblade import PBA, LDDecorr, log_det
 from fedalloy.methods.feddecorr import z_scores
 from fedalloy.methods.fedetf import ETF
-from fedalloy.registry import make
-from fedalloy.wire import Items
+from fedalloy.round.client import Client, Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 EPS = 1e-4

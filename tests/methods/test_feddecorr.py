@@ -8,12 +8,12 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, digits, double, far
 from torch import Tensor
 
-from fedalloy.alloy import Box
-from fedalloy.client import Step
-from fedalloy.diagnostics import effective_rank, spectrum
+from fedalloy.core.alloy import Box
+from fedalloy.core.diagnostics import effective_rank, spectrum
+from fedalloy.core.registry import make
 from fedalloy.methods import fedavg, feddecorr
 from fedalloy.methods.feddecorr import Decorr, decorrelation, z_scores
-from fedalloy.registry import make
+from fedalloy.round.client import Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 SHAPES = [(6, 20), (20, 6), (9, 9), (2, 5)]

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, assert_trains_alone, batches, by_class, dealt, digits, far, run
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.registry import make
 from fedalloy.data import load
 from fedalloy.methods import feddistill, local
-from fedalloy.registry import make
+from fedalloy.round.client import Client, Step
 
 LOGITS, PROBABILITIES = "logits-means", "probabilities-means"
 

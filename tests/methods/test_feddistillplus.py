@@ -7,13 +7,13 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, digits, far, run
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Step
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.registry import make
 from fedalloy.errors import FedAlloyError
+from fedalloy.experiment.run import train
 from fedalloy.methods import fedavg, feddistillplus, feddw
 from fedalloy.methods.feddw import DW
-from fedalloy.registry import make
-from fedalloy.run import train
+from fedalloy.round.client import Step
 
 MEANS = "probabilities-means"
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, by_class, dealt, digits, double, far
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, AlloyConflict, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, AlloyConflict, alloy
+from fedalloy.core.registry import make
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, feddw
 from fedalloy.methods.feddw import DW, class_relations
-from fedalloy.registry import make
+from fedalloy.round.client import Client, Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 MEANS = "probabilities-means"

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, batches, dealt, digits, far
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy
+from fedalloy.core.alloy import Alloy
+from fedalloy.core.net import Inputs
+from fedalloy.core.registry import make
 from fedalloy.data import Dataset, load
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedavg, fedetf
 from fedalloy.methods.fedetf import ETF, Projection, simplex_etf
-from fedalloy.nets.base import Inputs
-from fedalloy.registry import make
-from fedalloy.site import Site, Sites
+from fedalloy.round.replica import Site, Sites
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 DIGITS = Inputs("image", (1, 8, 8), classes=10)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, batches, dealt, digits, double, far, probed, shards
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict, Box, Mechanism, Phase, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import AlloyConflict, Box, Mechanism, Phase, alloy
+from fedalloy.core.registry import make
 from fedalloy.methods import fedavg, fedfa
 from fedalloy.methods.fedfa import Anchors, distance, first_anchors
-from fedalloy.registry import make
+from fedalloy.round.client import Client
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 SKEWED = "pathological:3"

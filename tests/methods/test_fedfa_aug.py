@@ -5,15 +5,15 @@ import torch
 from laboratory import MLP, Lab, digits, double, far, shards
 from torch import Tensor, nn
 
-from fedalloy import nets
-from fedalloy.alloy import AlloyConflict
+from fedalloy import models
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.registry import make
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
-from fedalloy.imports import Imports
 from fedalloy.methods import fedavg, fedfa_aug
 from fedalloy.methods.fedfa_aug import EPS, Jitter, layers, stages
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.registry import make
-from fedalloy.site import Site, seeded
+from fedalloy.round.replica import Site, seeded
 
 CNN = "cnn-fedrda"
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
@@ -142,7 +142,7 @@ def test_one_for_every_stage(model: str, channels: list[int]) -> None:
     plain = Site(fedavg(), model, IMAGES, seed=0, imports=Imports())
     assert torch.equal(site.initial, plain.initial)
     assert len(site.initial_buffers) == len(plain.initial_buffers) + 4 * sum(channels)
-    body = nets.build(model, IMAGES).body
+    body = models.build(model, IMAGES).body
     assert isinstance(body, nn.Sequential)
     for place in stages(body, IMAGES):  # pooling and activation belong to a stage, the global mean does not
         assert not isinstance(body[place], nn.AdaptiveAvgPool2d)

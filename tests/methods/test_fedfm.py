@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
 from torch import Tensor
 
-from fedalloy.client import Client, Step
+from fedalloy.core.registry import make
 from fedalloy.data import load
-from fedalloy.federation import Federation
+from fedalloy.data.federation import Federation
 from fedalloy.methods import fedavg, fedfm
 from fedalloy.methods.fedfm import Matching, contrastive_guiding, l2_matching
-from fedalloy.registry import make
+from fedalloy.round.client import Client, Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 ANCHORS = "classanchors"

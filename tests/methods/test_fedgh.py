@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, by_class, digits, far, run
 from torch import Tensor
 
-from fedalloy import nets
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import client_model
-from fedalloy.folder import RunFolder
+from fedalloy import models
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.net import Inputs
+from fedalloy.core.random import generator
+from fedalloy.core.registry import make
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.methods import fedgh, local
 from fedalloy.methods.fedgh import logits
-from fedalloy.nets.base import Inputs
-from fedalloy.random import generator
-from fedalloy.registry import make
+from fedalloy.round.client import client_model
 
 QUICK: dict[str, Any] = {"server_epochs": 5, "server_lr": 0.1, "server_batch": 16}
 HEAD = "globalhead"
@@ -150,7 +150,7 @@ def test_bytes_do_not_depend_on_the_model(model: str) -> None:
     assert {key: tuple(v.shape) for key, v in mail.items()} == {f"{HEAD}.weights": (32 * 10 + 10,)}
     outcome = lab.round()
     assert outcome.bytes_up == {f"{HEAD}.means": 4 * (3 + 1) * 32, f"{HEAD}.held": 2 * 10}
-    size = nets.size_of(model, DIGITS).parameters
+    size = models.size_of(model, DIGITS).parameters
     assert len(lab.keeps[0]["own.weights"]) == size - 330  # the extractor stays, the head is not kept
 
 

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from laboratory import BATCHNORM, MLP, Lab, batches, by_class, digits, far, run, shards
 from torch import Tensor, nn
 
-from fedalloy import nets
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Step
-from fedalloy.config import Config
+from fedalloy import models
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.random import generator
+from fedalloy.core.registry import make
+from fedalloy.core.wire import bytes_of
 from fedalloy.errors import FedAlloyError
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Setup
 from fedalloy.mechanisms.svd import SVD, Matrix, matrices_of
 from fedalloy.methods import fedkd
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.random import generator
-from fedalloy.registry import make
-from fedalloy.run import Setup
-from fedalloy.site import Site
-from fedalloy.wire import bytes_of
+from fedalloy.round.client import Step
+from fedalloy.round.replica import Site
 from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
@@ -278,7 +278,7 @@ def test_all_students_are_the_same(energy: float) -> None:
 def test_first_contact_is_dense_then_updates_travel() -> None:
     """Round 0 downlink: dense theta_s; later the compressed mean update, or those a client has missed."""
     lab = Lab(fedkd(t_start=0.5, t_end=0.5), digits(), lr=0.1)
-    size = nets.size_of(MLP, DIGITS).parameters
+    size = models.size_of(MLP, DIGITS).parameters
     lab.rounds([0, 1], [0], [0])
     lab.server.round += 1
     lengths = lab.server.boxes["share"].keep["lengths"].tolist()
@@ -310,7 +310,7 @@ def test_compression_saves_without_harm(tmp_path: Path) -> None:
         last = result.history[-1]
         accuracy[compress] = last["metrics"]["personal_local_acc"]
         up[compress], down[compress] = (sum(last[way].values()) for way in ("bytes_up", "bytes_down"))
-    dense = 4 * 4 * nets.size_of("cnn-feddw", DIGITS).parameters
+    dense = 4 * 4 * models.size_of("cnn-feddw", DIGITS).parameters
     assert up[False] == down[False] == dense
     assert max(up[True], down[True]) < 0.3 * dense
     assert accuracy[True] > accuracy[False] - 0.05
@@ -434,7 +434,7 @@ def test_teacher_and_map_stay_at_home() -> None:
     outcome = lab.round([0, 1])
     assert lab.replies[0].items.keys() == {"share.weights", "share.buffers"}
     assert outcome.bytes_up["share.buffers"] == 2 * 4 * 32
-    own = nets.size_of("lenet", DIGITS).parameters + 84 * 16  # the teacher, and W_h
+    own = models.size_of("lenet", DIGITS).parameters + 84 * 16  # the teacher, and W_h
     assert len(lab.keeps[0]["own.weights"]) == own
     assert "samples" not in outcome.bytes_up
 
@@ -450,9 +450,9 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
     ].keys()
     for k, model in enumerate(MIXED):
         kept = RunFolder(tmp_path / "run").vault.load(k, before=99)
-        bridge = 16 * nets.width_of(model, DIGITS)
-        assert len(kept["own.weights"]) == nets.size_of(model, DIGITS).parameters + bridge
-        assert len(kept["share.x"]) == nets.size_of("mlp(hidden=16)", DIGITS).parameters
+        bridge = 16 * models.width_of(model, DIGITS)
+        assert len(kept["own.weights"]) == models.size_of(model, DIGITS).parameters + bridge
+        assert len(kept["share.x"]) == models.size_of("mlp(hidden=16)", DIGITS).parameters
 
 
 def test_it_learns(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict, Box
-from fedalloy.client import Client, Step, client_model
+from fedalloy.core.alloy import AlloyConflict, Box
+from fedalloy.core.registry import make
 from fedalloy.data import load
-from fedalloy.federation import Federation
+from fedalloy.data.federation import Federation
 from fedalloy.methods import fedavg, fedlc
 from fedalloy.methods.fedlc import Calibration, margins, pairwise
-from fedalloy.registry import make
+from fedalloy.round.client import Client, Step, client_model
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 

@@ -9,8 +9,8 @@ import torch
 from laboratory import BATCHNORM, Lab, digits, double, far, shards
 from quadratics import _Quadratic, _Slope, solve
 
-from fedalloy.alloy import Alloy
-from fedalloy.local import Local
+from fedalloy.core.alloy import Alloy
+from fedalloy.core.training import Local
 from fedalloy.methods import fedavg, fednova
 from fedalloy.methods.fednova import normaliser
 from fedalloy.methods.fedprox import Stragglers

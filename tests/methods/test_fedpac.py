@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed, run
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Step
-from fedalloy.federation import Federation
+from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
+from fedalloy.core.registry import make
+from fedalloy.core.weights import BASE, HEAD
+from fedalloy.data.federation import Federation
 from fedalloy.mechanisms.simplex import simplex_minimum
 from fedalloy.methods import fedpac, fedper, fedrep
 from fedalloy.methods.fedpac import LEAST, combination, kept, quadratic, statistics
-from fedalloy.registry import make
-from fedalloy.weights import BASE, HEAD
+from fedalloy.round.client import Step
 
 
 def lab(method: Alloy, model: str = MLP, federation: Federation | None = None, **local: Any) -> Lab:

@@ -19,12 +19,12 @@ from laboratory import (
 )
 from torch import Tensor
 
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Items
 from fedalloy.data import load
-from fedalloy.folder import RunFolder
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.methods import fedavg, fedper, local
-from fedalloy.registry import make
-from fedalloy.site import Site
-from fedalloy.wire import Items
+from fedalloy.round.replica import Site
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 LAYERS = {MLP: 2, BATCHNORM: 3}

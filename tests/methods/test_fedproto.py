@@ -8,16 +8,16 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, assert_trains_alone, batches, by_class, dealt, digits, far, run
 from torch import Tensor, nn
 
-from fedalloy import nets
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Step, client_model
+from fedalloy import models
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.net import Inputs
+from fedalloy.core.registry import make
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.common_width import CommonWidth
 from fedalloy.methods import fedproto, local
-from fedalloy.nets.base import Inputs
-from fedalloy.registry import make
-from fedalloy.site import Sites
+from fedalloy.round.client import Step, client_model
+from fedalloy.round.replica import Sites
 
 MEANS = "features-means"
 DIGITS = Inputs("image", (1, 8, 8), 10)
@@ -271,7 +271,7 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
 
 def test_features_of_different_nets_get_one_width() -> None:
     """By default the smallest of the federation; nets that have it are left alone, others get a head that fits."""
-    widths = {model: nets.width_of(model, DIGITS) for model in MIXED}
+    widths = {model: models.width_of(model, DIGITS) for model in MIXED}
     assert len(set(widths.values())) > 3
     assert min(widths.values()) == widths["mlp(hidden=16)"] == 16
     for asked, width in ((None, 16), (24, 24), (200, 200)):

@@ -8,12 +8,12 @@ from laboratory import BATCHNORM, MLP, Lab, digits, double, far, probed, shards
 from quadratics import _Quadratic, _Slope, solve
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, alloy
-from fedalloy.client import Step
+from fedalloy.core.alloy import Box, Mechanism, alloy
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, fedprox
 from fedalloy.methods.fedprox import Prox, Stragglers
+from fedalloy.round.client import Step
 
 OPTIMISERS: list[dict[str, Any]] = [
     {},

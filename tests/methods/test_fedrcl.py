@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed
 from torch import Tensor
 
-from fedalloy.alloy import Box
-from fedalloy.client import Step
+from fedalloy.core.alloy import Box
+from fedalloy.core.registry import make
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedavg, fedrcl
 from fedalloy.methods.fedrcl import Relaxed
-from fedalloy.registry import make
+from fedalloy.round.client import Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 CNN = "cnn-bn"

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, run, shards
 from torch import Tensor, nn
 
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.net import Net
+from fedalloy.core.random import generator
+from fedalloy.data.federation import Federation, federate
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import Federation, federate
 from fedalloy.methods import fedavg, fedrda, moon, scaffold
 from fedalloy.methods.fedrda import (
     Compact,
@@ -29,9 +30,8 @@ from fedalloy.methods.fedrda import (
     origin,
     residual_space,
 )
-from fedalloy.nets.base import Net
-from fedalloy.random import generator
-from fedalloy.site import Frozen
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Frozen
 
 DECOMPOSITIONS: tuple[Decomposition, ...] = ("svd", "qr", "pca")
 D, CLASSES = 16, 10  # the width of the features of MLP

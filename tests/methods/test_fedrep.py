@@ -21,13 +21,13 @@ from laboratory import (
 )
 from torch import Tensor
 
-from fedalloy.alloy import Phase
+from fedalloy.core.alloy import Phase
+from fedalloy.core.registry import make
+from fedalloy.core.weights import BASE, HEAD
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedper, fedrep
 from fedalloy.methods.fedrep import Alternate
-from fedalloy.registry import make
-from fedalloy.weights import BASE, HEAD
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 MOVING: list[dict[str, Any]] = [

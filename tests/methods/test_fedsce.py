@@ -12,23 +12,23 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, batches, dealt, digits, far, handed_out, probed, run, shards
 from torch import Tensor, nn
 
-from fedalloy import nets
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Client, Step
-from fedalloy.config import Config
+from fedalloy import models
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, load
+from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
-from fedalloy.federation import Federation
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import Record, Setup, play, resume, train
 from fedalloy.mechanisms.mutual import divergence
 from fedalloy.methods import fedsce, local
 from fedalloy.methods.fedsce import contributions, outside, own_layers
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.registry import make
-from fedalloy.run import Record, Setup, play, resume, train
-from fedalloy.site import Site, Sites
-from fedalloy.wire import Items
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Site, Sites
 
 SMALL: dict[str, Any] = {"p": 1, "mu": 0.1}  # what a net of two layers stands
 ALONE: dict[str, Any] = {"mutual": False, "contribution": False}  # no KL, uniform weights
@@ -480,7 +480,7 @@ def test_two_perfect_models_have_a_finite_loss() -> None:
 def test_bytes(model: str) -> None:
     """Down: theta_g; up: theta_gm and two floats. The own model and P never travel."""
     lab = Lab(fedsce(**SMALL), digits(), model, lr=0.05)
-    size = nets.size_of(model, DIGITS)
+    size = models.size_of(model, DIGITS)
     each = 4 * (size.parameters + size.buffers)
     mail = lab.server.send(0)
     assert mail.items.keys() == set(AUX_UP[:2])
@@ -512,7 +512,7 @@ MODELS = ("cnn-bn", "lenet", "mlp(hidden=16)")
 
 def test_the_smallest_architecture_is_the_auxiliary_one() -> None:
     """The paper takes the smallest client architecture; or the one that the user names."""
-    sizes = {model: nets.size_of(model, DIGITS).parameters for model in MODELS}
+    sizes = {model: models.size_of(model, DIGITS).parameters for model in MODELS}
     assert min(sizes, key=lambda model: sizes[model]) == "mlp(hidden=16)"
     for name, expected in ((None, "mlp(hidden=16)"), ("lenet", "lenet")):
         sites = Sites(fedsce(p=1, aux=name), MODELS, DIGITS, 0)
@@ -530,7 +530,7 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
     """Client m has architecture m mod 3; all upload the same auxiliary model; D.Avg and C.Avg are reported."""
     federation = digits(6, "dirichlet:0.5", 0.25)
     result = run(tmp_path, federation, "fedsce(p=1, mu=0.1)", models=",".join(MODELS), rounds=2, lr=0.05)
-    d_g = nets.size_of("mlp(hidden=16)", DIGITS).parameters
+    d_g = models.size_of("mlp(hidden=16)", DIGITS).parameters
     for line in result.history:
         assert sum(line["bytes_up"].values()) == 6 * (4 * d_g + 8 + 8)
         assert sum(line["bytes_down"].values()) == 6 * 4 * d_g
@@ -540,7 +540,7 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
     assert {"personal_local_acc", "personal_local_acc_clients"} <= metrics.keys()
     assert "global_acc" not in metrics
     for k in range(6):
-        size = nets.size_of(MODELS[k % 3], DIGITS)
+        size = models.size_of(MODELS[k % 3], DIGITS)
         kept = private(tmp_path / "run", k)
         assert len(kept["own.weights"]) == size.parameters
         assert len(kept["own.buffers"]) == size.buffers

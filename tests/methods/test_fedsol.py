@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, _Probe, digits, double, far, probed, shards
 from torch import Tensor, nn
 
-from fedalloy.alloy import AlloyConflict, alloy
+from fedalloy.core.alloy import AlloyConflict, alloy
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.registry import make
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, fedsol
 from fedalloy.methods.fedsol import Perturbed, proximal, strength
-from fedalloy.nets.base import Inputs, Net
-from fedalloy.registry import make
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 Variant = Literal["adaptive", "fixed"]

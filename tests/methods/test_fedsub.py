@@ -9,14 +9,14 @@ from laboratory import BATCHNORM, MLP, Lab, digits, double, far, shards
 from regression import regress, small
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.random import generator
+from fedalloy.core.registry import make
+from fedalloy.core.wire import bytes_of
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.subspace import Draw, Subspace, projector
 from fedalloy.methods import fedavg, fedsub, scaffold
-from fedalloy.random import generator
-from fedalloy.registry import make
-from fedalloy.reproduce.matrix import STEPS, Method, Problem, Run
-from fedalloy.wire import bytes_of
+from fedalloy.research.reproduce.matrix import STEPS, Method, Problem, Run
 
 NET = "regression:net"  # float64
 UNIFORM = fedavg(agg_weights="uniform")
@@ -91,7 +91,7 @@ def test_upload_is_out_times_rank() -> None:
     ("rank", "draw"), [(4, "gaussian"), (12, "gaussian"), (4, "haar"), (6, "coordinate")]
 )
 def test_the_fast_study_is_the_real_method(rank: int, draw: Draw) -> None:
-    """`fedalloy.reproduce` and the core give the same iterates to 1e-12."""
+    """`fedalloy.research.reproduce` and the core give the same iterates to 1e-12."""
     problem = small()
     lab = regress(fedsub(ratio=rank / 12, projector=draw), problem, "transposed")
     run = Run(Method("FedSub", rank, draw), [problem], [0.05])

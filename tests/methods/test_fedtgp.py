@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, assert_trains_alone, by_class, digits, far, run
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Step, client_model
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.random import generator
+from fedalloy.core.registry import make
 from fedalloy.methods import fedproto, fedtgp
 from fedalloy.methods.fedtgp import Prototypes, contrast, distances, margin
-from fedalloy.random import generator
-from fedalloy.registry import make
+from fedalloy.round.client import Step, client_model
 
 QUICK: dict[str, Any] = {"server_epochs": 5, "server_batch": 16}
 MEANS = "trainedprototypes"

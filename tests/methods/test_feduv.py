@@ -9,12 +9,12 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
 from torch import Tensor
 
-from fedalloy.alloy import Box
-from fedalloy.client import Step
+from fedalloy.core.alloy import Box
+from fedalloy.core.registry import make
 from fedalloy.data import load
 from fedalloy.methods import fedavg, feduv
 from fedalloy.methods.feduv import Uniformity, Variance, uniformity, variance_gap
-from fedalloy.registry import make
+from fedalloy.round.client import Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 

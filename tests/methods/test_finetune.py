@@ -6,8 +6,8 @@ import pytest
 import torch
 from laboratory import BATCHNORM, Lab, digits, far, run
 
-from fedalloy.alloy import Phase
-from fedalloy.registry import make
+from fedalloy.core.alloy import Phase
+from fedalloy.core.registry import make
 
 PARTICIPANTS = ([0, 1, 5], [0, 1])
 

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, batches, digits, far, probed, run, shards
 from torch import Tensor
 
-from fedalloy import nets
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Step
-from fedalloy.folder import RunFolder
+from fedalloy import models
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.net import Inputs
+from fedalloy.core.registry import make
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.mechanisms.clip import Clip
 from fedalloy.methods import fedavg, fml, local
-from fedalloy.nets.base import Inputs
-from fedalloy.registry import make
-from fedalloy.site import Sites
+from fedalloy.round.client import Step
+from fedalloy.round.replica import Sites
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
 MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18(width=0.25)", "vit-tiny")
@@ -68,7 +68,7 @@ def test_without_the_own_model_the_meme_is_fedavg(weights: str, meme: str, alpha
         assert torch.equal(lab.server.buffers, average.server.buffers)
 
 
-def models(lab: Lab, client: int) -> tuple[nets.Net, nets.Net]:
+def both(lab: Lab, client: int) -> tuple[models.Net, models.Net]:
     """Copies of a client's two models as it begins the coming round."""
     begun = lab.trained(client)
     lab.server.round -= 1
@@ -97,7 +97,7 @@ def test_a_round_is_that_of_the_equations(model: str, meme: str | None, chosen: 
     """Two nets, two losses, two optimisers: both forward passes first, then both steps."""
     lab = Lab(fml(meme=meme, **chosen), shards(60, 40), model, lr=0.05, epochs=2, batch=16, momentum=0.5)
     lab.round()
-    own, common = models(lab, 0)
+    own, common = both(lab, 0)
     how: dict[str, Any] = {"alpha": 0.5, "beta": 0.5, "detach": True, "kl": "sum", "clip": None, **chosen}
     optimisers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for net in (own, common)]
     own.train(), common.train()
@@ -204,7 +204,7 @@ def test_clipping_is_per_model() -> None:
 def test_nothing_private_travels(model: str) -> None:
     """Check: no private tensor occurs in the upload; upload size equals the meme's, whatever the private model."""
     lab = Lab(fml(meme=BATCHNORM), digits(), model, lr=0.05)
-    size = nets.size_of(BATCHNORM, DIGITS)
+    size = models.size_of(BATCHNORM, DIGITS)
     assert sum(v.numel() for v in lab.server.send(0).items.values()) == size.parameters + size.buffers
     outcome = lab.round([0, 1, 2])
     assert outcome.bytes_up == {
@@ -234,7 +234,7 @@ def test_the_meme_is_the_smallest_architecture_unless_named() -> None:
     for named, expected in ((None, "mlp(hidden=16)"), ("lenet", "lenet")):
         sites = Sites(fml(meme=named), MIXED, DIGITS, 0)
         sites.check()
-        size = nets.size_of(expected, DIGITS).parameters
+        size = models.size_of(expected, DIGITS).parameters
         for k in range(len(MIXED)):
             span = sites.of(k).weights.span("aux")
             assert span.stop - span.start == size
@@ -251,7 +251,7 @@ def test_architectures_may_differ(tmp_path: Path) -> None:
     assert "global_acc" not in metrics
     for k, model in enumerate(MIXED):
         kept = RunFolder(tmp_path / "run").vault.load(k, before=99)
-        assert len(kept["own.weights"]) == nets.size_of(model, DIGITS).parameters
+        assert len(kept["own.weights"]) == models.size_of(model, DIGITS).parameters
 
 
 def test_it_learns(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, far
 from torch import Tensor
 
-from fedalloy import site
-from fedalloy.alloy import Alloy
-from fedalloy.federation import federate
+from fedalloy.core.alloy import Alloy
+from fedalloy.data.federation import federate
 from fedalloy.methods import fedsol, moon
-from fedalloy.site import Frozen
+from fedalloy.round import replica as site
+from fedalloy.round.replica import Frozen
 
 EPOCHS, SAMPLES = 3, 72
 METHODS = {"MOON": (moon(proj_dim=12), 2), "FedSOL": (fedsol(), 1)}  # and how many models it looks at

@@ -6,9 +6,9 @@ import pytest
 import torch
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, far, run
 
-from fedalloy.folder import RunFolder
+from fedalloy.core.wire import Items
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.methods import local
-from fedalloy.wire import Items
 
 
 def private(folder: Path, clients: int = 6) -> list[Items]:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, digits, double, far, shards
 
-from fedalloy.alloy import Alloy, alloy
+from fedalloy.core.alloy import Alloy, alloy
+from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, moon
 from fedalloy.methods.moon import Projector, contrast
-from fedalloy.wire import Items
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 

@@ -11,13 +11,13 @@ from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed, 
 from quadratics import _Quadratic, solve
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Step, client_model
-from fedalloy.federation import Federation
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Mail
+from fedalloy.data.federation import Federation
 from fedalloy.methods import fedavg, perfedavg
 from fedalloy.methods.perfedavg import Meta
-from fedalloy.registry import make
-from fedalloy.wire import Mail
+from fedalloy.round.client import Step, client_model
 
 DROPOUT = "regression:dropout"
 VARIANTS = ("fo", "hf", "exact")

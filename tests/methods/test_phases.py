@@ -9,11 +9,11 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, digits, far
 from torch import nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Phase, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.weights import BASE, HEAD
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, local
-from fedalloy.weights import BASE, HEAD
+from fedalloy.round.client import Client
 
 MOVING: tuple[dict[str, Any], ...] = (
     {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},

@@ -8,7 +8,7 @@ from laboratory import BATCHNORM, MLP, Lab, digits, double, far, full_gradient, 
 from quadratics import different, halves, solve
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict, alloy
+from fedalloy.core.alloy import AlloyConflict, alloy
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.subspace import Subspace

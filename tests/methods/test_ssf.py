@@ -10,16 +10,16 @@ from laboratory import BATCHNORM, MLP, Lab, digits, double, far, probed
 from regression import error, regress, small
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict
-from fedalloy.client import Client
+from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.random import generator
+from fedalloy.core.registry import make
+from fedalloy.core.wire import Reply, bytes_of, dump, restore
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Draw, Subspace, projector
 from fedalloy.methods import fedavg, fednova, scaffold, ssf
-from fedalloy.random import generator
-from fedalloy.registry import make
-from fedalloy.reproduce.matrix import Method, Problem, Run
-from fedalloy.wire import Reply, bytes_of, dump, restore
+from fedalloy.research.reproduce.matrix import Method, Problem, Run
+from fedalloy.round.client import Client
 
 NET = "regression:net"  # float64
 PARTICIPANTS = ([0, 1, 5], [2], [0, 1, 2, 3, 4, 5], [4, 5], [1, 3], [0, 5], [0, 1, 2])
@@ -223,7 +223,7 @@ def test_buffers_are_averaged() -> None:
     ],
 )
 def test_the_fast_study_is_the_real_method(fast: Method, method: Any) -> None:
-    """`fedalloy.reproduce` and the core give the same iterates to 1e-12."""
+    """`fedalloy.research.reproduce` and the core give the same iterates to 1e-12."""
     problem, other = small(), small(zeta=5.0)
     lab, run = regress(method, problem), Run(fast, [other, problem], [0.02, 0.05])
     for _ in range(6):

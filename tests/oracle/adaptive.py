@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from fedalloy.nets.base import Net
-from fedalloy.random import generator
+from fedalloy.core.net import Net
+from fedalloy.core.random import generator
 
 
 def fedala(

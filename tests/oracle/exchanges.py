@@ -13,9 +13,9 @@ from oracles import Model, World, mean, read, write
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from fedalloy import nets
-from fedalloy.nets.base import Net, Outputs
-from fedalloy.random import generator, seed_of
+from fedalloy import models
+from fedalloy.core.net import Net, Outputs
+from fedalloy.core.random import generator, seed_of
 
 Term = Callable[[Outputs, Tensor], Tensor]  # of what the net says and the labels
 Rows = dict[int, Tensor]  # one row for each class that has one
@@ -197,7 +197,7 @@ def second_net(world: World, label: str) -> Net:
     """The freshly built common net: the same architecture with a draw of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(world.seed, "init", world.model, label))
-        return nets.build(world.model, world.federation.dataset.inputs)
+        return models.build(world.model, world.federation.dataset.inputs)
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def fedkd(world: World, t_start: float | None = 0.95, t_end: float = 0.98, hidde
     own = world.net()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(world.seed, "init", world.model, "student" if hidden else "auxiliary"))
-        student = nets.build(world.model, world.federation.dataset.inputs)
+        student = models.build(world.model, world.federation.dataset.inputs)
         W = nn.Linear(student.width, own.width, bias=False) if hidden else None
     shapes = [p.shape for p in student.parameters()]
     start, first_map = read(own), None if W is None else W.weight.detach().clone()

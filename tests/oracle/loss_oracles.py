@@ -8,7 +8,7 @@ from oracles import Model, World, mean, read, write
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from fedalloy.nets.base import Net
+from fedalloy.core.net import Net
 
 Loss = Callable[[Net, Tensor, Tensor], Tensor]  # of the net, a batch and its labels
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from fedalloy import nets
-from fedalloy.federation import Federation
-from fedalloy.nets.base import Net
-from fedalloy.random import generator, seed_of
+from fedalloy import models
+from fedalloy.core.net import Net
+from fedalloy.core.random import generator, seed_of
+from fedalloy.data.federation import Federation
 
 Extra = Callable[[Tensor, Tensor, Tensor], Tensor]  # of the weights, the batch and its embedding
 
@@ -47,7 +47,7 @@ class World:
         inputs = self.federation.dataset.inputs
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.seed, "init", self.model))
-            net = nets.build(self.model, inputs)
+            net = models.build(self.model, inputs)
             if projector is not None:
                 torch.manual_seed(seed_of(self.seed, "init", self.model, "projector"))
                 f = net.width

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from oracles import World
 from torch import Tensor, nn
 
-from fedalloy.nets.base import Net
-from fedalloy.random import generator
+from fedalloy.core.net import Net
+from fedalloy.core.random import generator
 
 State = dict[str, Tensor]
 

@@ -9,8 +9,8 @@ import torch
 from oracles import Model, World
 from test_oracles import CLOSE, MODELS, agree, digits, gap, played
 
-from fedalloy.folder import RunFolder
-from fedalloy.wire import Items
+from fedalloy.core.wire import Items
+from fedalloy.experiment.folder import RunFolder
 
 
 def kept(folder: Path, client: int) -> Items:

@@ -10,8 +10,8 @@ from oracles import Model, World
 from test_oracles import CLOSE, MODELS, digits, gap, played
 from torch import Tensor
 
-from fedalloy.folder import RunFolder
-from fedalloy.wire import Items
+from fedalloy.core.wire import Items
+from fedalloy.experiment.folder import RunFolder
 
 
 @pytest.fixture(params=[(MODELS[0], 0.0), (MODELS[1], 0.9)], ids=str)

@@ -9,10 +9,10 @@ import pytest
 from oracles import Model, World
 from torch import Tensor
 
-from fedalloy.federation import Federation, federate
-from fedalloy.folder import RunFolder
-from fedalloy.run import train
-from fedalloy.wire import Items
+from fedalloy.core.wire import Items
+from fedalloy.data.federation import Federation, federate
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.run import train
 
 CLOSE = 1e-5
 MODELS = ("mlp(hidden=16)", "mlp(hidden=16, norm=batch)")

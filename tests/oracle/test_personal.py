@@ -11,8 +11,8 @@ from personal import State
 from test_oracles import CLOSE, MODELS, gap, played, world
 from torch import Tensor
 
-from fedalloy.folder import RunFolder
-from fedalloy.wire import Items
+from fedalloy.core.wire import Items
+from fedalloy.experiment.folder import RunFolder
 
 __all__ = ["world"]  # the fixture
 STATISTICS = ("running_mean", "running_var")

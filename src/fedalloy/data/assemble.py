@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedalloy.core.net import Kind
+from fedalloy.core.random import generator
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.deal import ranks
 from fedalloy.data.labels import encode
@@ -14,8 +16,6 @@ from fedalloy.data.raw import Array, Part, Raw
 from fedalloy.data.text import numbered, vocabulary_of
 from fedalloy.data.totals import CHUNK, Stats, Totals
 from fedalloy.errors import FedAlloyError
-from fedalloy.nets.base import Kind
-from fedalloy.random import generator
 
 TEST_SHARE = 0.2  # held out of data that come without a test set
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fedalloy.core.net import Kind
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError, shown, unknown
-from fedalloy.nets.base import Kind
 
 
 @dataclass(frozen=True)

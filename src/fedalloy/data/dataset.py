@@ -6,11 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fedalloy.core.net import Inputs, Kind
+from fedalloy.core.random import generator
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
-from fedalloy.nets.base import Inputs, Kind
-from fedalloy.random import generator
-from fedalloy.storage import fingerprint
+from fedalloy.experiment.files import fingerprint
 
 
 @dataclass(frozen=True)

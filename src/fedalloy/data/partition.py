@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedalloy.core.random import generator, seed_of
 from fedalloy.data.dataset import Dataset
 from fedalloy.data.deal import deal, ranks
 from fedalloy.data.skew import IID, BalancedDirichlet, Dirichlet, Domain, Pathological, Quantity, Skew
 from fedalloy.errors import FedAlloyError
-from fedalloy.random import generator, seed_of
 
 Array = npt.NDArray[np.float64]
 LEAST = 10  # samples that a balanced deal leaves nobody without

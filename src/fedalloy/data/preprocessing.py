@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
+from fedalloy.core.net import Inputs, Kind
 from fedalloy.errors import FedAlloyError
-from fedalloy.nets.base import Inputs, Kind
 
 FORMAT = "fedalloy preprocessing 1"
 MOST_BYTES = 16 * 1024 * 1024  # of JSON: twenty thousand words take about 200 KiB

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from fedalloy.nets.base import Kind
+from fedalloy.core.net import Kind
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedalloy.wire import Items
+from fedalloy.core.wire import Items
 
 Entry = tuple[str, str, list[int], int]  # key, dtype, shape, offset
 _ALIGN = 64

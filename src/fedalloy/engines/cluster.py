@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory, gettempdir
 from types import ModuleType
 from typing import Any, ClassVar
 
-from fedalloy.config import Config
 from fedalloy.errors import FedAlloyError
+from fedalloy.experiment.config import Config
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns

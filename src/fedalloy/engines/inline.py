@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fedalloy.wire import Mail, Reply
-from fedalloy.workshop import Workshop
+from fedalloy.core.wire import Mail, Reply
+from fedalloy.round.runtime import Workshop
 
 
 @dataclass

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedalloy import registry
-from fedalloy.config import Config
+from fedalloy.core import registry
+from fedalloy.core.imports import Imports
+from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, Prepare, Split
+from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import Federation
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports
-from fedalloy.wire import Items
-from fedalloy.workshop import Workshop
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.round.runtime import Workshop
 
 ALIGNED = 64  # bytes, as torch does: bits may depend on it
 PARTS = {"dataset": Dataset, "split": Split, "prepare": Prepare}
@@ -52,7 +52,7 @@ def plan_of(workshop: Workshop, config: Config) -> tuple[dict[str, Any], list[Ar
 
 def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device) -> Workshop:
     """The workshop that a plan describes, without a vault of its own."""
-    from fedalloy.run import Setup  # which imports the engines
+    from fedalloy.experiment.run import Setup  # which imports the engines
 
     if (mine := _versions()) != plan["versions"]:
         raise FedAlloyError(f"the cluster has {mine}, this machine {plan['versions']}: the bits would differ")

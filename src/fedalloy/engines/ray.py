@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedalloy.config import Config
-from fedalloy.engines.base import TRIES, died, fail, failure, late
+from fedalloy.core.wire import Mail, Reply
 from fedalloy.engines.cluster import Cluster, ray
 from fedalloy.engines.plain import Array, Entry, made, packed, plan_of, unpacked
+from fedalloy.engines.processes import keep_memory
 from fedalloy.errors import FedAlloyError
-from fedalloy.processes import keep_memory
-from fedalloy.site import CPU
-from fedalloy.storage import Vault
-from fedalloy.wire import Mail, Reply
-from fedalloy.workshop import Workshop, state_before
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.files import Vault
+from fedalloy.round.engine import TRIES, died, fail, failure, late
+from fedalloy.round.replica import CPU
+from fedalloy.round.runtime import Workshop, state_before
 
 START = 120.0  # seconds until an actor must be at work
 QUICK = 0.05  # seconds; if no mail took longer last time, the next one is sent before an actor has answered

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from fedalloy.core.wire import Mail, Reply
 from fedalloy.engines.arena import Arena
-from fedalloy.engines.base import TRIES, died, fail, failure, late
+from fedalloy.engines.processes import die_with, keep_memory
 from fedalloy.errors import FedAlloyError
-from fedalloy.processes import die_with, keep_memory
-from fedalloy.wire import Mail, Reply
-from fedalloy.workshop import Workshop
+from fedalloy.round.engine import TRIES, died, fail, failure, late
+from fedalloy.round.runtime import Workshop
 
 QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most

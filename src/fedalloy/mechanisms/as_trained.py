@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fedalloy.alloy import Box, Mechanism
-from fedalloy.client import Client
-from fedalloy.wire import Items
+from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.wire import Items
+from fedalloy.round.client import Client
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fedalloy import nets
-from fedalloy.alloy import Mechanism
-from fedalloy.site import Site
+from fedalloy import models
+from fedalloy.core.alloy import Mechanism
+from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Auxiliary(Mechanism):
     gives = frozenset({"an auxiliary model"})
 
     def build(self, site: Site) -> None:
-        site.net.aux = nets.build(self.model or smallest(site), site.inputs, site.imports)
+        site.net.aux = models.build(self.model or smallest(site), site.inputs, site.imports)
 
 
 def smallest(site: Site) -> str:
     """The federation's architecture with the fewest parameters."""
-    return min(site.models, key=lambda model: nets.size_of(model, site.inputs, site.imports).parameters)
+    return min(site.models, key=lambda model: models.size_of(model, site.inputs, site.imports).parameters)

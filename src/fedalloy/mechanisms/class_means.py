@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, Names, Oracle, Slots
-from fedalloy.client import Client, Step
-from fedalloy.nets.base import Outputs
-from fedalloy.ranges import Momentum
-from fedalloy.server import Server
-from fedalloy.wire import Items, Slot
+from fedalloy.core.alloy import Box, Mechanism, Names, Oracle, Slots
+from fedalloy.core.net import Outputs
+from fedalloy.core.parameters import Momentum
+from fedalloy.core.wire import Items, Slot
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 Kind = Literal["features", "probabilities", "logits"]
 

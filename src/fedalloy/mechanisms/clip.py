@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, Oracle
-from fedalloy.client import Client, Step
-from fedalloy.ranges import Positive
+from fedalloy.core.alloy import Box, Mechanism, Oracle
+from fedalloy.core.parameters import Positive
+from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)

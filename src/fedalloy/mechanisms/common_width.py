@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedalloy import nets
-from fedalloy.alloy import Mechanism
+from fedalloy import models
+from fedalloy.core.alloy import Mechanism
+from fedalloy.core.parameters import Width
 from fedalloy.errors import FedAlloyError
-from fedalloy.ranges import Width
-from fedalloy.site import Site
+from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class CommonWidth(Mechanism):
     claims = frozenset({"the width of features"})
 
     def build(self, site: Site) -> None:
-        width = self.width or min(nets.width_of(model, site.inputs, site.imports) for model in site.models)
+        width = self.width or min(models.width_of(model, site.inputs, site.imports) for model in site.models)
         net = site.net
         if width == net.width:
             return

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fedalloy.alloy import Box, Mechanism, Phase
-from fedalloy.client import Client
-from fedalloy.ranges import AtLeastOne, Positive
+from fedalloy.core.alloy import Box, Mechanism, Phase
+from fedalloy.core.parameters import AtLeastOne, Positive
+from fedalloy.round.client import Client
 
 
 @dataclass(frozen=True)

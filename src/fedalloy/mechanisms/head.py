@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedalloy.alloy import Mechanism
+from fedalloy.core.alloy import Mechanism
+from fedalloy.core.weights import Weights
 from fedalloy.errors import FedAlloyError
-from fedalloy.site import Site
-from fedalloy.weights import Weights
+from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)

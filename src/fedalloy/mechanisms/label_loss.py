@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.client import Client
+from fedalloy.round.client import Client
 
 
 @torch.enable_grad()

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism
-from fedalloy.client import Step
-from fedalloy.nets.base import Outputs
-from fedalloy.site import seeded
+from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.net import Outputs
+from fedalloy.round.client import Step
+from fedalloy.round.replica import seeded
 
 FLOOR = 1e-8  # of the denominator: two perfect models have no cross-entropy
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import AlloyConflict, Box, Folded, Mechanism
-from fedalloy.client import Client
+from fedalloy.core.alloy import AlloyConflict, Box, Folded, Mechanism
+from fedalloy.core.parameters import Chance, Noise, Positive
+from fedalloy.core.random import gaussian
+from fedalloy.core.wire import Items, Slot
 from fedalloy.errors import FedAlloyError
-from fedalloy.random import gaussian
-from fedalloy.ranges import Chance, Noise, Positive
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

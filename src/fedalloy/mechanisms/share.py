@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, Names, Slots
-from fedalloy.client import Client
-from fedalloy.ranges import Positive
-from fedalloy.server import Server
-from fedalloy.weights import BASE
-from fedalloy.wire import Items, Slot
+from fedalloy.core.alloy import Box, Mechanism, Names, Slots
+from fedalloy.core.parameters import Positive
+from fedalloy.core.weights import BASE
+from fedalloy.core.wire import Items, Slot
+from fedalloy.round.client import Client
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

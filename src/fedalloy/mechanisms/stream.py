@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from fedalloy.alloy import Box, Names, Slots
-from fedalloy.client import Client
+from fedalloy.core.alloy import Box, Names, Slots
+from fedalloy.core.wire import Items, Slot
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.server import Server
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Box, Mechanism, Names, Oracle
-from fedalloy.client import Step
-from fedalloy.random import generator
-from fedalloy.ranges import AtLeastOne, Share01
-from fedalloy.site import Site
+from fedalloy.core.alloy import Box, Mechanism, Names, Oracle
+from fedalloy.core.parameters import AtLeastOne, Share01
+from fedalloy.core.random import generator
+from fedalloy.round.client import Step
+from fedalloy.round.replica import Site
 
 Draw = Literal["haar", "gaussian", "coordinate"]
 Side = Literal["left", "longer", "input"]

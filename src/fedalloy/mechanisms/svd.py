@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Mechanism
+from fedalloy.core.alloy import Mechanism
+from fedalloy.core.parameters import AtLeastOne, Share01
 from fedalloy.errors import FedAlloyError
-from fedalloy.ranges import AtLeastOne, Share01
-from fedalloy.site import Site
+from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)

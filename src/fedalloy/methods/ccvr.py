@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import ClientData, outputs
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.parameters import AtLeastOne, Momentum, NonNegative, Positive, Samples
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.head import classifier
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive, Samples
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Reply, Slot
+from fedalloy.round.client import ClientData, outputs
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 Covariance = Literal["full", "diag"]
 Moments = tuple[Tensor, Tensor, Tensor]  # n_c of all classes; mean and covariance of each class with n_c > 0

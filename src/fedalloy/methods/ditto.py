@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Phase, alloy
-from fedalloy.client import Client, ClientData, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.parameters import AtLeastOne, NonNegative, Positive, Share01
+from fedalloy.core.random import generator
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.random import generator
-from fedalloy.ranges import AtLeastOne, NonNegative, Positive, Share01
-from fedalloy.registry import recipe
-from fedalloy.wire import Items
+from fedalloy.round.client import Client, ClientData, Step
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import AtLeastOne, Count, NonNegative, Percent
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, Count, NonNegative, Percent
-from fedalloy.registry import recipe
-from fedalloy.wire import Items
+from fedalloy.round.client import Client
 
 
 @dataclass(frozen=True)

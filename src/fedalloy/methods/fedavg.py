@@ -5,10 +5,10 @@ McMahan, Moore, Ramage, Hampson, Agüera y Arcas. AISTATS 2017.
 
 from typing import Literal
 
-from fedalloy.alloy import Alloy, alloy
+from fedalloy.core.alloy import Alloy, alloy
+from fedalloy.core.parameters import Positive
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Positive
-from fedalloy.registry import recipe
 
 
 @recipe("FedAvg", family="classic", paper="McMahan et al., AISTATS 2017")

@@ -9,16 +9,16 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Phase, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.parameters import Count, Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.finetune import FineTune
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Count, Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.weights import BASE, HEAD
+from fedalloy.round.client import Client
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import NonNegative, Positive, Width
+from fedalloy.core.registry import recipe
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.methods.balancedsoftmax import log_prior
 from fedalloy.methods.feddecorr import Decorr, z_scores
 from fedalloy.methods.fedetf import ETF, fedetf
-from fedalloy.ranges import NonNegative, Positive, Width
-from fedalloy.registry import recipe
-from fedalloy.site import Site
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Site
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 

@@ -8,11 +8,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import NonNegative, Positive
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import NonNegative, Positive
-from fedalloy.registry import recipe
+from fedalloy.round.client import Step
 
 
 def z_scores(z: Tensor, var_eps: float = 1e-8) -> Tensor:

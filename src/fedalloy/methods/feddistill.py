@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.parameters import NonNegative
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.mechanisms.class_means import RunningMeans
-from fedalloy.ranges import NonNegative
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items, Reply, Slot
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

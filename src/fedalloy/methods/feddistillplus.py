@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import Momentum, NonNegative
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Momentum, NonNegative
-from fedalloy.registry import recipe
+from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Findings, Mechanism, alloy
-from fedalloy.client import Client, Step
-from fedalloy.diagnostics import Seen
+from fedalloy.core.alloy import Alloy, Box, Findings, Mechanism, alloy
+from fedalloy.core.diagnostics import Seen
+from fedalloy.core.parameters import AtLeastOne, Momentum, NonNegative, Positive
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, Momentum, NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Server
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.parameters import Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
+from fedalloy.core.parameters import Positive, Width
+from fedalloy.core.random import generator
+from fedalloy.core.registry import recipe
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.balancedsoftmax import BalancedSoftmax
-from fedalloy.random import generator
-from fedalloy.ranges import Positive, Width
-from fedalloy.registry import recipe
-from fedalloy.site import Site
+from fedalloy.round.replica import Site
 
 
 def simplex_etf(dim: int, classes: int, draw: torch.Generator) -> Tensor:

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
+from fedalloy.core.parameters import Fraction, NonNegative, Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import held_means
 from fedalloy.mechanisms.head import classifier
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Fraction, NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 
 def first_anchors(classes: int, width: int, draw: torch.Generator) -> Tensor:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.measure import samples
+from fedalloy.core.net import Inputs, in_order
+from fedalloy.core.parameters import Fraction, Momentum
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Reply
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.share import Share
-from fedalloy.nets.base import Inputs, in_order
-from fedalloy.nets.measure import samples
-from fedalloy.ranges import Fraction, Momentum
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Reply
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 EPS = 1e-6
 

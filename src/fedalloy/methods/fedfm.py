@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import NOTHING, Alloy, Box, Mechanism, Names, Slots, alloy
-from fedalloy.client import Client, ClientData, Step, outputs
+from fedalloy.core.alloy import NOTHING, Alloy, Box, Mechanism, Names, Slots, alloy
+from fedalloy.core.parameters import AtLeastOne, NonNegative, Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Reply
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Fold, Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Reply
+from fedalloy.round.client import Client, ClientData, Step, outputs
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Fold, Server
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.parameters import AtLeastOne, AtLeastZero, NonNegative, Width
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import each_mean, labelled, mean_features
 from fedalloy.mechanisms.common_width import CommonWidth
-from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative, Width
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

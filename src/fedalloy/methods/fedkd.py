@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy import nets
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Step
+from fedalloy import models
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.net import Outputs
+from fedalloy.core.parameters import AtLeastOne, Positive, Share01
+from fedalloy.core.registry import recipe
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.auxiliary import Auxiliary, smallest
 from fedalloy.mechanisms.clip import Clip
@@ -18,10 +20,8 @@ from fedalloy.mechanisms.mutual import Mutual
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.svd import SVD
-from fedalloy.nets.base import Outputs
-from fedalloy.ranges import AtLeastOne, Positive, Share01
-from fedalloy.registry import recipe
-from fedalloy.site import Site
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Student(Auxiliary):
     gives = frozenset({"an auxiliary model", "a map of features"})
 
     def build(self, site: Site) -> None:
-        student = nets.build(self.model or smallest(site), site.inputs, site.imports)
+        student = models.build(self.model or smallest(site), site.inputs, site.imports)
         site.net.bridge = nn.Linear(student.width, site.net.width, bias=False)  # before aux: it stays private
         site.net.aux = student
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import NonNegative
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import NonNegative
-from fedalloy.registry import recipe
+from fedalloy.round.client import Client, Step
 
 Form = Literal["softmax", "pairwise"]
 Absent = Literal["mask", "floor"]

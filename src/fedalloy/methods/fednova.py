@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from fedalloy.alloy import Alloy, Box, Names, Slots, alloy
-from fedalloy.client import Client
-from fedalloy.local import Local
+from fedalloy.core.alloy import Alloy, Box, Names, Slots, alloy
+from fedalloy.core.parameters import Momentum, NonNegative
+from fedalloy.core.registry import recipe
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.fedprox import Prox
-from fedalloy.ranges import Momentum, NonNegative
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items, Reply, Slot
+from fedalloy.round.client import Client
+from fedalloy.round.server import Server
 
 
 def normaliser(local: Local, lr: float, steps: int, mu: float = 0.0) -> float:

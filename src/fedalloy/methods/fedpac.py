@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.parameters import Count, NonNegative, Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.weights import BASE, HEAD
+from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.simplex import simplex_minimum
 from fedalloy.methods.fedrep import Alternate
-from fedalloy.ranges import Count, NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.weights import BASE, HEAD
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 LEAST = 1e-3  # a smaller weight is taken as 0
 

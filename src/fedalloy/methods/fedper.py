@@ -5,11 +5,11 @@ Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalizatio
 
 from typing import Literal
 
-from fedalloy.alloy import Alloy, alloy
+from fedalloy.core.alloy import Alloy, alloy
+from fedalloy.core.parameters import Count
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.as_trained import AsTrained
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Count
-from fedalloy.registry import recipe
 
 
 @recipe("FedPer", family="personal", paper="Arivazhagan et al., 2019, arXiv 1912.00818")

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import NonNegative, Width
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.class_means import ClassMeans, RunningMeans, prototypes
 from fedalloy.mechanisms.common_width import CommonWidth
-from fedalloy.ranges import NonNegative, Width
-from fedalloy.registry import recipe
+from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.core.parameters import AtLeastOne, Fraction, NonNegative
+from fedalloy.core.registry import recipe
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, Fraction, NonNegative
-from fedalloy.registry import recipe
+from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)

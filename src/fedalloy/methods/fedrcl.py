@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import AtLeastOne, Depth, Fraction, NonNegative, Positive
+from fedalloy.core.registry import recipe
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.clip import Clip
+from fedalloy.mechanisms.levels import Levels, depths
 from fedalloy.mechanisms.share import Share
-from fedalloy.nets.levels import Levels, depths
-from fedalloy.ranges import AtLeastOne, Depth, Fraction, NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.site import Site
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Site
 
 Form = Literal["mined", "full"]
 

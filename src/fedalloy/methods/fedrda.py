@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import NOTHING, Alloy, Box, Findings, Mechanism, Names, Oracle, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import NOTHING, Alloy, Box, Findings, Mechanism, Names, Oracle, alloy
+from fedalloy.core.parameters import Layers, NonNegative, Share01
+from fedalloy.core.registry import recipe
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Layers, NonNegative, Share01
-from fedalloy.registry import recipe
-from fedalloy.site import Frozen, Site
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Frozen, Site
 
 Encoder = Literal["mlp", "autoencoder", "orthogonal"]
 Decomposition = Literal["svd", "qr", "pca"]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Phase, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.parameters import Count, Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.as_trained import AsTrained
 from fedalloy.mechanisms.finetune import FineTune
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Count, Positive
-from fedalloy.registry import recipe
-from fedalloy.weights import BASE, HEAD
+from fedalloy.round.client import Client
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
-from fedalloy.client import EVAL_BATCH, Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
+from fedalloy.core.parameters import AtLeastOne, NonNegative
+from fedalloy.core.random import generator
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.auxiliary import Auxiliary
 from fedalloy.mechanisms.mutual import Mutual
 from fedalloy.mechanisms.share import Share
-from fedalloy.random import generator
-from fedalloy.ranges import AtLeastOne, NonNegative
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.site import Site
-from fedalloy.wire import Items, Reply, Slot
+from fedalloy.round.client import EVAL_BATCH, Client, Step
+from fedalloy.round.replica import Site
+from fedalloy.round.server import Server
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 

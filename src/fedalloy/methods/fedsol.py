@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.parameters import NonNegative, Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.weights import Weights
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.site import seeded
-from fedalloy.weights import Weights
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import seeded
 
 EPS = 1e-12
 NOISE = 1e-7  # a shorter proximal gradient is round-off, and its direction means nothing

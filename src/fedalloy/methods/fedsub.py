@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Names, Oracle, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Names, Oracle, alloy
+from fedalloy.core.parameters import AtLeastOne, Positive, Share01
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Block, Draw, Side, Subspace
-from fedalloy.ranges import AtLeastOne, Positive, Share01
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Slots, alloy
-from fedalloy.client import Client
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.parameters import AtLeastOne, AtLeastZero, NonNegative, Width
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import each_mean, held_means, labelled, mean_features
 from fedalloy.mechanisms.common_width import CommonWidth
 from fedalloy.methods.fedproto import NearestPrototype, PrototypePull
-from fedalloy.ranges import AtLeastOne, AtLeastZero, NonNegative, Width
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.site import seeded
-from fedalloy.wire import Items, Slot
+from fedalloy.round.client import Client
+from fedalloy.round.replica import seeded
+from fedalloy.round.server import Server
 
 CLOSEST = 1e-12  # squared: the root of 0 has no gradient
 

@@ -9,14 +9,14 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import Positive, Share01
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.auxiliary import Auxiliary
 from fedalloy.mechanisms.clip import Clip
 from fedalloy.mechanisms.mutual import auxiliary_outputs, divergence
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Positive, Share01
-from fedalloy.registry import recipe
+from fedalloy.round.client import Step
 
 
 @dataclass(frozen=True)

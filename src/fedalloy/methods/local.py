@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fedalloy.alloy import Alloy, Mechanism, alloy
-from fedalloy.registry import recipe
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
+from fedalloy.core.registry import recipe
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.alloy import Alloy, Box, Mechanism, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.parameters import Few, NonNegative, Positive, Width
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Few, NonNegative, Positive, Width
-from fedalloy.registry import recipe
-from fedalloy.site import Site
-from fedalloy.wire import Items
+from fedalloy.round.client import Client, Step
+from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
-from fedalloy.client import EVAL_BATCH, Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.core.parameters import AtLeastOne, Count, NonNegative, Positive
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import AtLeastOne, Count, NonNegative, Positive
-from fedalloy.registry import recipe
-from fedalloy.site import seeded
+from fedalloy.round.client import EVAL_BATCH, Client, Step
+from fedalloy.round.replica import seeded
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.alloy import Alloy, Box, Mechanism, Names, Oracle, Slots, alloy
-from fedalloy.client import Client, Step
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Names, Oracle, Slots, alloy
+from fedalloy.core.parameters import Positive
+from fedalloy.core.registry import recipe
+from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.ranges import Positive
-from fedalloy.registry import recipe
-from fedalloy.server import Server
-from fedalloy.wire import Items, Reply, Slot
+from fedalloy.round.client import Client, Step
+from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)

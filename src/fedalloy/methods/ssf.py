@@ -5,12 +5,12 @@ Zhu, Huang, Xu, Li. 2026, arXiv 2604.25467.
 
 from typing import Literal
 
-from fedalloy.alloy import Alloy, alloy
+from fedalloy.core.alloy import Alloy, alloy
+from fedalloy.core.parameters import AtLeastOne, Positive, Share01
+from fedalloy.core.registry import recipe
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Side, Subspace
 from fedalloy.methods.scaffold import Control
-from fedalloy.ranges import AtLeastOne, Positive, Share01
-from fedalloy.registry import recipe
 
 
 @recipe("SSF", family="communication", paper="Zhu, Huang, Xu, Li, 2026, arXiv 2604.25467")

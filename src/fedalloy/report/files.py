@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 import plotly.io
 
 from fedalloy.errors import FedAlloyError
+from fedalloy.experiment.files import write_whole
 from fedalloy.report.page import Picture
 from fedalloy.report.tables import Table, to_markdown
-from fedalloy.storage import write_whole
 
 ImageForm = Literal["svg", "pdf"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedalloy.errors import FedAlloyError
-from fedalloy.folder import RunFolder
+from fedalloy.experiment.folder import RunFolder
 
 MEASURES: Mapping[str, str] = {
     "global_acc": "Global model",

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, cast, get_args
 
+from fedalloy.core.expression import LONGEST, foreign
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
-from fedalloy.expression import LONGEST, foreign
 
 FORMAT = "fedalloy model 1"
 MOST_BYTES = 32 * 1024 * 1024  # of JSON, vocabulary included

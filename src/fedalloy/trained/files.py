@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedalloy import nets, registry
+from fedalloy import models
+from fedalloy.core import registry
+from fedalloy.core.expression import parse, single
+from fedalloy.core.imports import Imports, allowed, outside
+from fedalloy.core.net import Net
+from fedalloy.core.wire import Items, dump, restore
 from fedalloy.errors import FedAlloyError, writing
-from fedalloy.expression import parse, single
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports, allowed, outside
-from fedalloy.nets.base import Net
-from fedalloy.site import Site
-from fedalloy.storage import fingerprint, write_whole
+from fedalloy.experiment.files import fingerprint, write_whole
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.round.replica import Site
 from fedalloy.trained.card import MOST_BYTES, Card
 from fedalloy.trained.kept import newest
 from fedalloy.trained.model import Model
 from fedalloy.trained.samples import stored
 from fedalloy.trained.take import Nearest, Opened
-from fedalloy.wire import Items, dump, restore
 
 ENDINGS = (".safetensors", ".pt2", ".onnx")
 MOST_FILE = 4 * 2**30  # bytes of a model file
@@ -149,7 +150,7 @@ def _refuse_giants(card: Card, path: Path) -> None:
     named = [word for term in parse(card.method) for word in term.parameters.values()]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         for name in dict.fromkeys((card.model, *card.models, *filter(_is_net, named))):
-            net = nets.build(str(name), card.preprocessing.inputs)
+            net = models.build(str(name), card.preprocessing.inputs)
             parameters = sum(p.numel() for p in net.parameters())
             if parameters > MOST_NUMBERS:
                 raise FedAlloyError(f"{path}: {name!r} would have {parameters:,} parameters here")
@@ -158,7 +159,7 @@ def _refuse_giants(card: Card, path: Path) -> None:
 def _is_net(word: object) -> bool:
     with suppress(FedAlloyError):  # of a word that is no expression
         return isinstance(word, str) and single(word).name in {
-            model.name.replace("-", "") for model in nets.names()
+            model.name.replace("-", "") for model in models.names()
         }
     return False
 

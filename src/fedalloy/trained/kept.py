@@ -3,13 +3,13 @@
 import logging
 from pathlib import Path
 
-from fedalloy.client import personal_client
-from fedalloy.config import Config
+from fedalloy.core.wire import Mail
 from fedalloy.errors import FedAlloyError
-from fedalloy.storage import PRIVATE, private_folder, write_whole
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.files import PRIVATE, private_folder, write_whole
+from fedalloy.round.client import personal_client
+from fedalloy.round.runtime import Workshop, tiny_is_zero
 from fedalloy.trained.take import as_used, carded
-from fedalloy.wire import Mail
-from fedalloy.workshop import Workshop, tiny_is_zero
 
 FOLDER = "models"  # in a site's state: RUN-CLIENT.safetensors
 log = logging.getLogger("fedalloy")

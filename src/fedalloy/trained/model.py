@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedalloy.client import EVAL_BATCH
+from fedalloy.core.net import Net
 from fedalloy.data.batches import Prepare
 from fedalloy.data.preprocessing import Preprocessing
-from fedalloy.nets.base import Net
+from fedalloy.round.client import EVAL_BATCH
+from fedalloy.round.runtime import tiny_is_zero
 from fedalloy.trained.card import Card
 from fedalloy.trained.samples import stored
-from fedalloy.workshop import tiny_is_zero
 
 
 @dataclass(frozen=True)

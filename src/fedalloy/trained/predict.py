@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedalloy.errors import FedAlloyError, writing
-from fedalloy.storage import write_whole
+from fedalloy.experiment.files import write_whole
 from fedalloy.trained.files import load_model
 from fedalloy.trained.model import Model, Prediction
 from fedalloy.trained.readers import read

@@ -7,20 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedalloy import __version__, registry
-from fedalloy.alloy import Alloy
-from fedalloy.client import Client, ClientData, Info, personal_client
-from fedalloy.config import Config
+from fedalloy import __version__
+from fedalloy.core import registry
+from fedalloy.core.alloy import Alloy
+from fedalloy.core.imports import Imports
+from fedalloy.core.net import Net
 from fedalloy.data.batches import Prepare
+from fedalloy.data.federation import federate
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
-from fedalloy.federation import federate
-from fedalloy.folder import RunFolder
-from fedalloy.imports import Imports
+from fedalloy.experiment.config import Config
+from fedalloy.experiment.folder import RunFolder
 from fedalloy.mechanisms.class_means import prototypes
-from fedalloy.nets.base import Net
-from fedalloy.server import Server
-from fedalloy.site import Sites
+from fedalloy.round.client import Client, ClientData, Info, personal_client
+from fedalloy.round.replica import Sites
+from fedalloy.round.server import Server
 from fedalloy.trained.card import Card, Head, Which
 from fedalloy.trained.model import Model
 

@@ -1,0 +1,1 @@
+"""Look at methods and finished runs."""

@@ -1,0 +1,184 @@
+"""A look inside a run: during it (numbers per round) and after it (figures from its last checkpoint)."""
+
+import json
+import statistics
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedalloy.core.alloy import Findings
+from fedalloy.core.diagnostics import Seen, generic
+from fedalloy.core.random import generator
+from fedalloy.core.wire import Items, Reply, dump, restore
+from fedalloy.data.federation import Federation
+from fedalloy.errors import FedAlloyWarning
+from fedalloy.experiment.files import write_whole
+from fedalloy.experiment.folder import RunFolder
+from fedalloy.round.client import EVAL_BATCH, Client
+from fedalloy.round.replica import Sites
+from fedalloy.round.server import Server
+
+MOST_POINTS = 1500  # in a t-SNE picture
+MOST_PANELS = 4  # rounds in the pictures over rounds
+PANEL_CLIENTS = 5
+PANEL_POINTS = 250
+
+
+def examine(server: Server, federation: Federation) -> Findings:
+    """Everything the server's model and the mechanisms there show; where nothing is shared, nothing."""
+    seen = look(server, federation)
+    if seen is None:
+        return {}
+    found = generic(seen)
+    for piece in server.method.with_hook("examine"):
+        found |= piece.examine(server, server.box(piece), seen)
+    return found
+
+
+@torch.no_grad()
+def look(server: Server, federation: Federation) -> Seen | None:
+    """The global model over the global test set, or an auxiliary one where that is what clients share."""
+    name, model = next(((n, m) for n, m in server.shown().items() if n in ("global", "aux")), ("", None))
+    if model is None:
+        return None
+    net, index = server.site.showing(name, *model), federation.split.global_test
+    x = federation.dataset.x
+    outs = [net(federation.prepare(x[batch], None)) for batch in torch.split(index, EVAL_BATCH)]
+    features, embedding, logits = (torch.cat(column) for column in zip(*outs, strict=True))
+    same = outs[0].embedding is outs[0].features
+    return Seen(net, features, features if same else embedding, logits, federation.dataset.y[index])
+
+
+def numbers(found: Findings) -> dict[str, float]:
+    """The findings that are plain numbers."""
+    return {name: value for name, value in found.items() if isinstance(value, float)}
+
+
+def mean_notes(replies: Sequence[Reply]) -> dict[str, float]:
+    """What clients noted, averaged over those that did."""
+    names = dict.fromkeys(name for reply in replies for name in reply.notes)
+    return {name: statistics.fmean(r.notes[name] for r in replies if name in r.notes) for name in names}
+
+
+@torch.no_grad()
+def snapshot(server: Server, sites: Sites, federation: Federation, folder: RunFolder) -> None:
+    """Features of some samples of the first clients, by their own models as they are now, for pictures over rounds."""
+    items: Items = {}
+    for k in federation.eligible[:PANEL_CLIENTS]:
+        data, keep = federation.client(k), folder.vault.load(k, server.round + 1)
+        mail = server.send(k, "evaluate")
+        client = Client(
+            server.method, sites.of(k), data, federation.info, server.local, keep, mail, server.seed
+        )
+        some = _some(server, k, data.samples, PANEL_POINTS)
+        items[f"{k}.features"] = torch.cat([out.features for out in client.outputs(data.x[some])])
+        items[f"{k}.class"] = data.y[some]
+    folder.features(server.round).parent.mkdir(exist_ok=True)
+    write_whole(folder.features(server.round), dump(items, {"round": server.round}))
+
+
+def study(
+    server: Server, sites: Sites, federation: Federation, folder: RunFolder, most_clients: int = 10
+) -> dict[str, Any]:
+    """Diagnostics of a finished run, with one more round of local training rehearsed and thrown away.
+
+    Writes diagnostics.json, from which the report draws.
+    """
+    drawable = _has_maps()
+    found = examine(server, federation)
+    keeps = {k: folder.vault.load(k, server.round + 1) for k in federation.eligible[:most_clients]}
+    clients: dict[int, Findings] = {}
+    points, owners, labels = [], [], []
+    server.round += 1
+    for k, keep in keeps.items():
+        data = federation.client(k)
+        site = sites.of(k)
+        client = Client(
+            server.method, site, data, federation.info, server.local, keep, server.send(k), server.seed
+        )
+        client.train()
+        clients[k] = client.examine()
+        some = _some(server, k, data.samples, max(1, MOST_POINTS // len(keeps)))
+        points.append(torch.cat([out.features for out in client.outputs(data.x[some])]))
+        owners += [k] * len(some)
+        labels += data.y[some].tolist()
+    server.round -= 1
+    result = {
+        "numbers": numbers(found) | _apart(points, owners, labels),
+        "matrices": {name: value.tolist() for name, value in found.items() if isinstance(value, Tensor)},
+        "clients": {
+            str(k): {name: v if isinstance(v, float) else v.tolist() for name, v in said.items()}
+            for k, said in clients.items()
+        },
+        "map": _map(points, owners, labels) if drawable else None,
+        "panels": _panels(folder) if drawable else [],
+    }
+    write_whole(folder.path / "diagnostics.json", json.dumps(result).encode())
+    return result
+
+
+def _has_maps() -> bool:
+    """Whether features can be drawn in two dimensions; if not, say so."""
+    if find_spec("sklearn") is None:
+        warnings.warn(
+            "maps of features are left out: they need scikit-learn; type: pip install 'fedalloy[maps]'",
+            FedAlloyWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def _some(server: Server, client: int, samples: int, most: int) -> Tensor:
+    """The same samples of a client every time."""
+    return torch.randperm(samples, generator=generator(server.seed, client, "diagnose"))[:most]
+
+
+def _apart(points: list[Tensor], owners: list[int], labels: list[int]) -> dict[str, float]:
+    """How far clients put the same class: the mean distance between their class centroids (FedRDA, Fig. 9)."""
+    if len({z.shape[1] for z in points}) != 1:
+        return {}
+    features, owner, label = torch.cat(points).double(), torch.tensor(owners), torch.tensor(labels)
+    distances = []
+    for c in sorted(set(labels)):
+        held = [
+            features[(label == c) & (owner == k)].mean(0) for k in sorted(set(owner[label == c].tolist()))
+        ]
+        if len(held) > 1:
+            distances.append(torch.nn.functional.pdist(torch.stack(held)))
+    return {"distance of clients' class centroids": float(torch.cat(distances).mean())} if distances else {}
+
+
+def _map(points: list[Tensor], owners: list[int], labels: list[int]) -> dict[str, Any] | None:
+    """Features in two dimensions, with whose samples they are and of which class; of one space of features."""
+    if len({z.shape[1] for z in points}) != 1:
+        return None
+    return _flat(torch.cat(points)) | {"client": owners, "class": labels}
+
+
+def _panels(folder: RunFolder) -> list[dict[str, Any]]:
+    """Each client's own features after some of the rounds that were recorded, from the first to the last."""
+    files = sorted(folder.features(0).parent.glob("*.safetensors"))
+    chosen = {round(i * (len(files) - 1) / (MOST_PANELS - 1)) for i in range(MOST_PANELS)} if files else set()
+    panels = []
+    for i in sorted(chosen):
+        items, facts = restore(files[i].read_bytes())
+        for k in sorted(int(key.partition(".")[0]) for key in items if key.endswith(".class")):
+            drawn, labels = _flat(items[f"{k}.features"]), items[f"{k}.class"].tolist()
+            panels.append({"round": facts["round"], **drawn, "client": [k] * len(labels), "class": labels})
+    return panels
+
+
+def _flat(features: Tensor) -> dict[str, Any]:
+    """Two dimensions for many (t-SNE); a handful of points has no neighbourhoods, and lies on a line."""
+    if len(features) < 4:
+        return {"x": list(range(len(features))), "y": [0] * len(features)}
+    from sklearn.manifold import TSNE
+
+    perplexity = min(30.0, (len(features) - 1) / 3)
+    flat = TSNE(perplexity=perplexity, random_state=0, init="pca").fit_transform(features.numpy())
+    return {"x": flat[:, 0].tolist(), "y": flat[:, 1].tolist()}

@@ -1,0 +1,1 @@
+"""What a federated method is made of; it knows no method."""

@@ -1,0 +1,1 @@
+"""Whole runs: settings, folders, records."""

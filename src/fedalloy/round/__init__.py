@@ -1,0 +1,1 @@
+"""One round of federated learning: at a client, at the server, between them."""

@@ -1,0 +1,440 @@
+"""One round at one client: a pure function of the method, its own data, its own keep and the mail.
+
+    mail ─► born (once) ─► load ─► start
+                                     │
+              ┌──────────────────────▼───────────────────────────────┐
+              │ for each phase, epoch, batch:                        │
+              │     task + Σ loss ─► backward ─► gradient wrappers   │
+              │     one optimiser step                               │
+              └──────────────────────┬───────────────────────────────┘
+                                     ▼
+                            trained ─► finish ─► seal ─► sent ─► reply, keep
+
+An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict; so does a question about the new
+global model: mail ─► tell.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase
+from fedalloy.core.net import Net, Outputs
+from fedalloy.core.random import generator
+from fedalloy.core.training import Local
+from fedalloy.core.wire import Items, Mail, Reply, finite
+from fedalloy.data import Prepare
+from fedalloy.models.chain import descend
+from fedalloy.round.replica import BATCHNORM, Frozen, Site, seeded
+
+EVAL_BATCH = 512  # fixed: the bits of a convolution may depend on it
+AT_ONCE = 2**20  # a client with no more numbers than this has them prepared all at once
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """What one client holds. `x` is as stored (uint8 images); `prepare` makes a batch of it."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    prepare: Prepare
+
+    @property
+    def samples(self) -> int:
+        return len(self.y)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Training samples per class."""
+        return torch.bincount(self.y, minlength=self.classes)
+
+
+@dataclass(frozen=True)
+class Info:
+    """What every party knows of the federation."""
+
+    clients: int
+    samples: int  # of all clients together
+
+
+class Client:
+    """What mechanisms see of a client during a round."""
+
+    def __init__(
+        self,
+        method: Alloy,
+        site: Site,
+        data: ClientData,
+        info: Info,
+        local: Local,
+        keep: Items,
+        mail: Mail,
+        seed: int,
+        secret: int = 0,
+    ) -> None:
+        self.method = method
+        self.site = site
+        self.net = site.net
+        self.weights = site.weights
+        self.data = data
+        self.info = info
+        self.local = local
+        self.id = mail.client
+        self.round = mail.round
+        self.seed = seed
+        self.secret = secret  # what this client's noise is drawn from; nobody else's business
+        self.steps = 0
+        self.seen = 0
+        items = site.unpack("down", mail.items, site.initial[site.shared], mail.round)
+        self.boxes = {
+            piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(items, piece.label))
+            for piece in method
+        }
+        self._task, self._terms = method.claimant("task"), method.with_hook("loss")  # once, not at every step
+        site.reset()
+        if keep:
+            site.put_own(keep)
+        else:
+            self._each("born")
+        self._each("load")
+        self.received = self.weights.flat.clone()  # the model before anything is trained
+        self.received_buffers = self.weights.buffers.clone()
+
+    @property
+    def lr(self) -> float:
+        return self.local.rate(self.round)
+
+    def box(self, piece: Mechanism) -> Box:
+        return self.boxes[piece.label]
+
+    def rng(self, *purpose: int | str) -> torch.Generator:
+        """A generator of this client's own in this round."""
+        return generator(self.seed, self.round, self.id, *purpose)
+
+    def frozen(self, flat: Tensor, buffers: Tensor) -> Frozen:
+        """The net with other weights, to look at: eval mode, no gradient."""
+        return self.site.frozen(flat, buffers)
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, frozen: Frozen | None = None) -> Iterator[Outputs]:
+        """The model as it stands, or a frozen one, over stored samples: eval mode, no augmentation, no gradient."""
+        training = self.net.training
+        self.net.eval()
+        yield from outputs(frozen or self.net, self.data, x)
+        self.net.train(training)
+
+    def full_gradient(self, flat: Tensor) -> Tensor:
+        """The gradient of the local objective at other weights, over all samples as stored; eval mode, no trace."""
+        now, buffers = self.weights.flat.clone(), self.weights.buffers.clone()
+        self.weights.load(flat, self.received_buffers)
+        total = torch.zeros_like(self.weights.grad)
+        for index in torch.split(torch.arange(self.data.samples), EVAL_BATCH):
+            step = Step(self, self.data.prepare(self.data.x[index], None), self.data.y[index], index, 0)
+            total += self._innermost(step) * (len(index) / self.data.samples)
+        self.weights.load(now, buffers)
+        return total
+
+    def plain_gradient(self, step: "Step") -> Tensor:
+        """The gradient of cross-entropy alone, at the weights as they stand."""
+        return self._gradient(step, cross_entropy)
+
+    def train(self) -> float:
+        """All phases of local training; the mean loss per step."""
+        self._each("start")
+        oracle = self._onion()
+        losses: list[Tensor] = []
+        for number, phase in enumerate(self._phases()):
+            for step in self._descend(number, phase, oracle, self.data):
+                self.steps += 1
+                self.seen += len(step.y)
+                losses.append(step.value)
+        self._rest()
+        self._each("trained")
+        return float(torch.stack(losses).double().mean()) if losses else 0.0
+
+    def fit(
+        self, stream: int | str, phase: Phase, oracle: Oracle | None = None, data: ClientData | None = None
+    ) -> None:
+        """Training beside that of the method: the weights as they stand, by default on cross-entropy alone.
+
+        Batches are drawn from the given stream; 0 is that of the method's own first phase.
+        """
+        for _ in self._descend(stream, phase, oracle or self.plain_gradient, data or self.data):
+            pass
+        self._rest()
+
+    def finish(self) -> Items:
+        """Every mechanism's upload, checked against what it declared, sealed where a part does so."""
+        items: Items = {}
+        for piece in self.method:
+            sent = piece.finish(self, self.box(piece))
+            assert sent.keys() == piece.up.keys(), (
+                f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
+            )
+            items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
+        shared = self.received[self.site.shared]
+        sealer = self.method.claimant("seal")
+        sealed = sealer.seal(self, self.box(sealer), items) if sealer else items
+        packed = self.site.pack("up", sealed, shared, self.round)
+        seen = self.site.unpack("up", packed, shared, self.round) if sealer else items
+        for piece in self.method.with_hook("sent"):
+            piece.sent(self, self.box(piece), seen)
+        return packed
+
+    def as_sent(self, value: Tensor) -> Tensor:
+        """What the server will see of an additive value: the value itself unless a codec is at work."""
+        return self.site.as_sent(value, self.round)
+
+    @torch.no_grad()
+    def examine(self) -> dict[str, float | Tensor]:
+        """What the mechanisms show of this client after training."""
+        found: dict[str, float | Tensor] = {}
+        for piece in self.method.with_hook("examine_client"):
+            found |= piece.examine_client(self, self.box(piece))
+        return found
+
+    def keep(self) -> Items:
+        """What survives until this client is asked again: drawers, and the weights that nobody shares."""
+        drawers = {
+            f"{label}.{name}": value.detach()
+            for label, box in self.boxes.items()
+            for name, value in box.keep.items()
+        }
+        return drawers | self.site.own()
+
+    def _each(self, hook: str) -> None:
+        with torch.no_grad():
+            for piece in self.method.with_hook(hook):
+                getattr(piece, hook)(self, self.box(piece))
+
+    def _phases(self) -> Sequence[Phase]:
+        if claimant := self.method.claimant("phases"):
+            phases = claimant.phases(self, self.box(claimant), self.local.epochs)
+            if phases is not None:
+                return phases
+        return [Phase(self.local.epochs, steps=self.local.steps)]
+
+    def _descend(self, stream: int | str, phase: Phase, oracle: Oracle, data: ClientData) -> "Iterator[Step]":
+        """One phase with a fresh optimiser, step by step."""
+        span = self.weights.open(phase.part)
+        if span.start == span.stop:  # nothing to train
+            return
+        leaf = self.weights.flat[span].detach()
+        local = self.local.as_plain_sgd if phase.plain else self.local
+        optimiser = local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
+        self.site.mode(training=True)
+        if phase.freeze_bn:
+            self._freeze_statistics_of_all_but(phase.part)
+        for step in self._steps(stream, phase, data):
+            optimiser(oracle(step)[span])
+            yield step
+
+    def _rest(self) -> None:
+        """Training is over: nothing is frozen any more, and the model is as it will be used."""
+        self.weights.open("")
+        self.site.mode(training=False)
+
+    def _freeze_statistics_of_all_but(self, part: str) -> None:
+        span = self.weights.buffer_span(part)
+        for name, (start, stop) in self.weights.buffer_layout.spans.items():
+            module = self.net.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, BATCHNORM) and not (span.start <= start and stop <= span.stop):
+                module.eval()
+
+    def _steps(self, stream: int | str, phase: Phase, data: ClientData) -> "Iterator[Step]":
+        """The batches of one phase: `epochs` passes over the data, or a fixed number of steps."""
+        size, most = self.local.batch, phase.steps
+        done, epoch = 0, 0
+        while epoch < phase.epochs if most is None else done < most:
+            before = done
+            order = torch.randperm(data.samples, generator=self.rng(stream, epoch, "batches"))
+            x, y = data.x[order], data.y[order]  # permuted once: a batch is a slice
+            augment = self.rng(stream, epoch, "augment") if data.prepare.augments else None
+            prepare: Callable[[Tensor, torch.Generator | None], Tensor] = data.prepare
+            if augment is None and x.numel() <= AT_ONCE:
+                x, prepare = data.prepare(x, None), _ready
+            counter = (self.seed, self.round, self.id, stream, epoch, "dropout")
+            with (
+                nullcontext() if self.site.chain else seeded(*counter, device=self.site.device)
+            ):  # a chain draws nothing
+                for a in range(0, data.samples, size):
+                    if done == most:
+                        break
+                    if min(size, data.samples - a) == 1 and self.site.has_batchnorm:
+                        continue  # train-mode BatchNorm cannot normalise a single sample
+                    done += 1
+                    cut = slice(a, a + size)
+                    yield Step(self, prepare(x[cut], augment), y[cut], order[cut], epoch)
+            epoch += 1
+            if done == before:  # nothing to train on, however many passes
+                break
+
+    def _innermost(self, step: "Step") -> Tensor:
+        """The gradient of task and losses at the weights as they stand."""
+        return self._gradient(step, self.objective if self._task or self._terms else cross_entropy)
+
+    def _gradient(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
+        if objective is cross_entropy and self.site.chain and self.weights.all_open:
+            step.out, step.value = descend(self.site.chain, step.x, step.y)  # the same bits, in less time
+            return self.weights.grad
+        return self._backward(step, objective)
+
+    @torch.enable_grad()
+    def _backward(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
+        self.weights.grad.zero_()
+        step.out = self.net(step.x)
+        loss = objective(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        step.value = loss.detach()
+        return self.weights.grad
+
+    def objective(self, step: "Step") -> Tensor:
+        """Task and losses of a batch after its forward pass, as a graph."""
+        loss = self._task.task(step, self.box(self._task)) if self._task else None
+        if loss is None:
+            loss = cross_entropy(step)
+        for piece in self._terms:
+            term = piece.loss(step, self.box(piece))
+            if term is not None:
+                loss = loss + term
+        return loss
+
+    def _onion(self) -> Oracle:
+        """The gradient as the method sees it: wrappers around task and losses, first mechanism innermost."""
+        oracle: Oracle = self._innermost
+        for piece in self.method.with_hook("gradient"):
+            oracle = partial(_wrapped, piece, self.box(piece), oracle)
+        return oracle
+
+
+@torch.no_grad()
+def _wrapped(piece: Mechanism, box: Box, inner: Oracle, step: "Step") -> Tensor:
+    return piece.gradient(step, box, inner)
+
+
+class Step:
+    """One batch: what losses and gradient wrappers look at."""
+
+    out: Outputs  # the main model on this batch, in the latest forward pass
+    value: Tensor  # the loss of that pass
+
+    def __init__(self, client: Client, x: Tensor, y: Tensor, index: Tensor, epoch: int) -> None:
+        self.client = client
+        self.x, self.y, self.index, self.epoch = x, y, index, epoch
+
+    @property
+    def weights(self) -> Tensor:
+        """The flat weights at this moment."""
+        return self.client.weights.flat
+
+    def seen_by(self, frozen: Frozen) -> Outputs:
+        """A frozen model on this batch; samples that are not augmented are looked up from the second epoch on."""
+        data = self.client.data
+        return frozen(self.x) if data.prepare.augments else frozen.once(self.x, self.index, data.samples)
+
+
+def _ready(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Of samples that are prepared already."""
+    return x
+
+
+def cross_entropy(step: Step) -> Tensor:
+    return F.cross_entropy(step.out.logits, step.y)
+
+
+def client_round(
+    method: Alloy,
+    site: Site,
+    data: ClientData,
+    info: Info,
+    local: Local,
+    keep: Items,
+    mail: Mail,
+    seed: int,
+    secret: int = 0,
+) -> tuple[Reply, Items]:
+    """Train once on what the mail brought; a client that blows up keeps the state it came with."""
+    began = time.perf_counter()
+    client = Client(method, site, data, info, local, keep, mail, seed, secret)
+    loss = client.train()
+    with torch.no_grad():
+        due = local.diagnose_every and mail.round % local.diagnose_every == 0
+        notes = {name: v for name, v in client.examine().items() if isinstance(v, float)} if due else {}
+        items = client.finish()
+        kept = client.keep()
+    if kept and not (math.isfinite(loss) and all(map(finite, (*items.values(), *kept.values())))):
+        kept = keep  # the server refuses such a reply; a state that is not finite would spoil all later ones
+    for box in client.boxes.values():
+        box.memo.clear()  # what holds the client would keep its vectors until a collector comes
+    seconds = time.perf_counter() - began
+    return Reply(
+        mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds, notes
+    ), kept
+
+
+def outputs(net: Net | Frozen, data: ClientData, x: Tensor) -> Iterator[Outputs]:
+    """A model over stored samples."""
+    for batch in torch.split(x, EVAL_BATCH):
+        yield net(data.prepare(batch, None))
+
+
+@torch.no_grad()
+def client_told(method: Alloy, site: Site, data: ClientData, mail: Mail) -> Reply:
+    """What a client tells the mechanism that asks, of the model that the mail brought."""
+    began = time.perf_counter()
+    label = next(iter(mail.items)).partition(".")[0]
+    asker = next(piece for piece in method if piece.label == label)
+    site.showing("global", mail.items[f"{label}.weights"], mail.items[f"{label}.buffers"])
+    told = asker.tell(site, data)
+    assert told.keys() == asker.told.keys(), f"{asker} declared {sorted(asker.told)} but told {sorted(told)}"
+    items = {f"{label}.{name}": value for name, value in told.items()}
+    return Reply(mail.round, mail.client, items, data.samples, seconds=time.perf_counter() - began)
+
+
+def personal_client(
+    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+) -> Client:
+    """A client with its own model as it would be used."""
+    client = Client(method, site, data, info, local, keep, mail, seed)
+    client._each("adapt")
+    return client
+
+
+def client_model(
+    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+) -> Callable[[Tensor], Tensor]:
+    """The client's own model as it would be used: a function from stored samples to scores."""
+    client = personal_client(method, site, data, info, local, keep, mail, seed)
+    claimant = method.claimant("predict")
+
+    @torch.inference_mode()
+    def scores(x: Tensor) -> Tensor:
+        said = []
+        for out in client.outputs(x):
+            step = Step(client, x, x, x, 0)
+            step.out = out
+            own = claimant.predict(step, client.box(claimant)) if claimant else None
+            said.append(out.logits if own is None else own)
+        return torch.cat(said) if said else client.weights.flat.new_empty(0, data.classes)
+
+    return scores
+
+
+def _drawer(items: Items, label: str) -> Items:
+    """One mechanism's own items."""
+    prefix = label + "."
+    return {key.removeprefix(prefix): value for key, value in items.items() if key.startswith(prefix)}
+
+
+def _copied(items: Items) -> Items:
+    return {key: value.clone() for key, value in items.items()}
