@@ -96,7 +96,7 @@ def to_html(table: Table) -> str:
     body = "\n".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in table.rows)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
     return (
-        f'<h3>{escape(table.title)}</h3><div class="scroll"><table aria-label="{escape(table.title)}">'
+        f'<h3>{escape(table.title)}</h3><div class="scroll" tabindex="0"><table aria-label="{escape(table.title)}">'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{notes}"
     )
 
