@@ -236,10 +236,10 @@ def finished(figure: go.Figure, measure: str = "") -> go.Figure | None:
     if measure in MEASURES:
         figure.update_yaxes(title="accuracy", tickformat=".0%", hoverformat=PERCENT)
     elif measure:
-        named = {"train_loss": "training loss", "global_loss": "test loss"}.get(
+        title = {"train_loss": "training loss", "global_loss": "test loss"}.get(
             measure, measure.replace("_", " ")
         )
-        figure.update_yaxes(title=named, hoverformat=".4f")
+        figure.update_yaxes(title=title, hoverformat=".4f")
     figure.update_xaxes(automargin=True)
     figure.update_yaxes(automargin=True, ticks="outside", ticklen=6, tickcolor="rgba(0,0,0,0)")
     if figure.layout.height is None:
