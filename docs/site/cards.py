@@ -4,12 +4,12 @@ import re
 import warnings
 from typing import Any
 
+from fedalloy.analysis.explain import explain, traits
+from fedalloy.analysis.papers import page
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy
-from fedalloy.errors import FedAlloyError
-from fedalloy.analysis.explain import explain, traits
 from fedalloy.core.net import Inputs
-from fedalloy.analysis.papers import page
+from fedalloy.errors import FedAlloyError
 from outside import ROOT
 
 IMAGES = Inputs("image", (1, 8, 8), classes=10)
