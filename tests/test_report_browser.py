@@ -176,6 +176,20 @@ def test_a_pointer_reads_values(page: Page, comparison: Path) -> None:
         assert all(word in told for word in said), (slug, told)
 
 
+def test_a_finger_reads_values(browser: Browser, comparison: Path) -> None:
+    with browser.new_context(viewport=PHONE, has_touch=True) as context:
+        opened = context.new_page()
+        opened.goto((comparison / "report.html").as_uri())
+        tip = opened.locator("#time .tip")
+        bar = opened.locator("#time .bar").first
+        bar.scroll_into_view_if_needed()
+        bar.tap(force=True)
+        assert "train" in tip.inner_text()
+        assert tip.is_visible()
+        opened.locator("h3").first.tap()
+        assert not tip.is_visible()
+
+
 def test_a_legend_hides_and_shows(page: Page, comparison: Path) -> None:
     page.goto((comparison / "report.html").as_uri())
     lines = page.locator("#accuracy-global_acc .marks .line")

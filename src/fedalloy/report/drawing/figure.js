@@ -217,7 +217,10 @@ class Figure {
           height: Math.abs(py - drag.from[1]) }).forEach(([key, value]) => drag.box.setAttribute(key, value));
       } else this.point(px, py);
     });
-    this.stage.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    // A finger leaves as soon as it is lifted: what it asked for stays until the next touch.
+    this.stage.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.tip.hidden = true; });
+    this.stage.addEventListener("pointerdown", (event) => { if (event.pointerType !== "mouse") this.point(...where(event)); });
+    document.addEventListener("pointerdown", (event) => { if (!this.host.contains(event.target)) this.tip.hidden = true; });
     if (!zooms) return;
     this.stage.classList.add("zooms");
     this.stage.addEventListener("pointerdown", (event) => {
