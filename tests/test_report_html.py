@@ -20,7 +20,8 @@ from fedalloy.report.figures import (
     curves,
     partition_picture,
 )
-from fedalloy.report.runs import Partition
+from fedalloy.report.inside import feature_map
+from fedalloy.report.runs import Map, Partition
 from test_report_runs import fake_comparison, fake_run, write_history
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
@@ -178,3 +179,11 @@ def test_classes_are_compared_between_models_of_one_kind(tmp_path: Path) -> None
     figure = class_accuracy({"FedAvg": [shared], "Local": [own]}, "personal_local_acc")
     assert figure is not None
     assert [trace.name for trace in figure.data] == ["Local"]
+
+
+def test_every_class_of_a_feature_map_has_its_own_colour() -> None:
+    spots = [float(number) for number in range(12)]
+    drawn = Map.model_validate({"x": spots, "y": spots, "client": [0] * 12, "class": list(range(12))})
+    figure = feature_map(drawn, "label")
+    assert figure is not None
+    assert len({trace.marker.color for trace in figure.data}) == 12

@@ -280,6 +280,11 @@ def colour(position: int) -> str:
     return PALETTE[position % len(PALETTE)]
 
 
+def shades(count: int) -> list[str]:
+    """As many colours as there are clouds of points, which have no line style to tell them apart."""
+    return list(PALETTE) if count <= len(PALETTE) else sample_colorscale("Turbo", count)
+
+
 def _bar(position: int) -> dict[str, object]:
     return {"color": colour(position), "line": {"width": 0}}
 

@@ -175,7 +175,7 @@ def _refusals(runs: Mapping[str, Run]) -> list[Table]:
         (Cell(whose), Cell(why), Cell(str(len(when))), Cell(str(when[0])))
         for (whose, why), when in rounds.items()
     )
-    return [Table("Refused updates", ("Whose", "Why", "Times", "First in round"), rows)] if rows else []
+    return [Table("Refused updates", ("Client", "Reason", "Times", "First in round"), rows)] if rows else []
 
 
 def _commands(comparison: Comparison) -> str:

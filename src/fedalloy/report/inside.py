@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from fedalloy.report.figures import colour, count_rounds, finished, text
+from fedalloy.report.figures import colour, count_rounds, finished, shades, text
 from fedalloy.report.page import Picture
 from fedalloy.report.runs import Diagnostics, Map, Panel, Run
 
@@ -113,14 +113,16 @@ def feature_map(drawn: Map | None, by: str) -> go.Figure | None:
     if drawn is None:
         return None
     group = drawn.client if by == "client" else drawn.label
-    for position, one in enumerate(sorted(set(group))):
+    groups = sorted(set(group))
+    colours = shades(len(groups))
+    for position, one in enumerate(groups):
         inside = [i for i, other in enumerate(group) if other == one]
         figure.add_scatter(
             x=[drawn.x[i] for i in inside],
             y=[drawn.y[i] for i in inside],
             mode="markers",
             name=f"{'client' if by == 'client' else 'class'} {one}",
-            marker={"color": colour(position), "size": 4},
+            marker={"color": colours[position], "size": 4},
         )
     figure.update_xaxes(showticklabels=False)
     figure.update_yaxes(showticklabels=False)
@@ -146,12 +148,13 @@ def panels(drawn: Sequence[Panel]) -> go.Figure | None:
         horizontal_spacing=0.02,
         vertical_spacing=0.02,
     )
+    colours = shades(1 + max(label for panel in drawn for label in panel.label))
     for panel in drawn:
         figure.add_scatter(
             x=panel.x,
             y=panel.y,
             mode="markers",
-            marker={"color": [colour(label) for label in panel.label], "size": 3},
+            marker={"color": [colours[label] for label in panel.label], "size": 3},
             text=[f"class {label}" for label in panel.label],
             hoverinfo="text",
             showlegend=False,

@@ -15,6 +15,7 @@ from fedalloy.report import figures
 from fedalloy.report.files import write_markdown, write_text
 from fedalloy.report.inside import inside_pictures
 from fedalloy.report.page import Picture, card, code, header, page, pictures, section, tables
+from fedalloy.report.pictures import BAND
 from fedalloy.report.runs import Run, read_run
 from fedalloy.report.statistics import Estimate, estimate, marks
 from fedalloy.report.tables import Cell as Printed
@@ -224,7 +225,7 @@ def _drawn(grid: Grid, have: Sequence[Found]) -> list[Picture]:
                 Picture(
                     f"curve-{number}-{kind}",
                     f"{title or grid.says}, by round",
-                    "Mean over seeds, and a band from the worst to the best.",
+                    BAND,
                     figures.curves(
                         {
                             label: [run for run in runs if kind in (run.metric, *grid.also)]
