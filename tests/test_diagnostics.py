@@ -72,7 +72,7 @@ def test_diagnose_adds_figures_to_the_report(tmp_path: Path) -> None:
     for title in (
         "Singular values",
         "Soft labels",
-        "Class weights against class shares",
+        "Norm of class weights by share of the class",
         "Features by client",
     ):
         assert title in after
