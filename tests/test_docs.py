@@ -115,6 +115,25 @@ def test_every_page_can_be_reached() -> None:
     assert set(PAGES) == seen
 
 
+PRIVATE_WORDS = re.compile(
+    r"\b(plays?|played|playing|carr(y|ies|ied) on|workshops?|errands?|lobby|guests?|desks?|born|over and over"
+    r"|leave \S+ away|deals?|dealt)\b",
+    re.IGNORECASE,
+)
+WRITTEN = [
+    page for page in PAGES if page.name not in ("CHANGELOG.md", "table.md") and page.parent.name != "adr"
+]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named(WRITTEN))
+def test_pages_speak_the_words_of_the_field(page: Path) -> None:
+    """Sentences, that is, not code and tables; docs/glossary.md has the words to use."""
+    prose = re.sub(
+        r"^```.*?^```$|^\|.*?$|`[^`]*`|\]\([^)]*\)", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    assert [found.group() for found in PRIVATE_WORDS.finditer(prose)] == []
+
+
 def settings_table() -> str:
     """The settings as `Config` declares them."""
     rows = ["| setting | default | what it is |", "|---|---|---|"]
