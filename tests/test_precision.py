@@ -46,7 +46,7 @@ def test_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedblade", "fedsce(p=1, mu=0.1)", "scaffold"])
 def test_methods_train_in_bfloat16(method: str, tmp_path: Path) -> None:
-    federation = fa.federate("digits", clients=3, skew="iid")
+    federation = fa.federate("digits", clients=3, skew="iid", limit=600)
     settings: dict[str, Any] = {"model": "cnn-bn", "rounds": 3, "epochs": 3, "batch": 16, "lr": 0.1}
     found = [
         fa.train(

@@ -63,7 +63,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_first_steps(name: str, config: Config, root: Path, tmp_path: Path) -> None:
     by_domain = config.skew == "domain"
     small = {"rounds": 1, "epochs": 1, "batch": 16, "participation": 1.0, "steps": None}
-    dealt = {} if by_domain else {"clients": 2, "skew": "iid", "limit": 16}
+    dealt = {"steps": 1, "batch": 4} if by_domain else {"clients": 2, "skew": "iid", "limit": 16}
     less = {"engine": "inline", "eval_every": 1, "personal_on_global": False, "data_root": str(root)}
     changed = Config.of({**config.model_dump(), **small, **dealt, **less})
     result = start(changed, tmp_path / "run")
