@@ -74,7 +74,8 @@ class TestDivergence:
         said = fedalloy("compare", "fedavg", "fedprox(mu=0.1)", *flags, "--out", "c")
         assert (said.code, said.err) == (0, "")
         assert "FedAvg †" in said.out
-        assert "some seed diverged" in " ".join(said.out.split())
+        assert "at least one seed diverged" in " ".join(said.out.split())
+        assert "One seed" not in said.out
         assert "FedProx †" in Path("c/report.html").read_text()
 
 
@@ -114,7 +115,7 @@ class TestFullDisk:
         assert [line["round"] for line in history(Path("cut"))] == [1, 2]
 
     def test_the_report_does_not_fit(self) -> None:
-        with disk_with(100_000):
+        with disk_with(30_000):  # the model fits, a page does not
             said = fedalloy("run", *QUICK, "--out", "r")
         assert said.code == 2
         assert "no room left to write r/report.html" in said.err

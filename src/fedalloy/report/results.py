@@ -135,8 +135,7 @@ def _measures_table(comparison: Comparison, measures: Sequence[str]) -> Table:
 
 
 def _notes(comparison: Comparison, found: Sequence[Result]) -> tuple[str, ...]:
-    several = any(result.final and result.final.std is not None for result in found)
-    values = "Mean ± sample standard deviation over seeds" if several else "One seed"
+    values = "Mean ± sample standard deviation over seeds" if len(comparison.seeds) > 1 else "One seed"
     notes = [f"{values}. Best in bold, second best underlined."]
     if comparison.target is not None:
         first = comparison.label(comparison.methods[0])
