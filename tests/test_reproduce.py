@@ -175,8 +175,8 @@ def test_the_files_of_the_study(tmp_path: Path) -> None:
     assert "FedSub diverges at large rank with a Gaussian projector only" in page
     assert "With an orthonormal projector (Haar) they do not grow" in page
     assert page.count('class="plot"') == 6
-    assert page.count('"type":"log"') == 6
-    assert "Left out" not in page
+    assert page.count('"kind":"log"') == 6
+    assert "Not drawn" not in page
 
 
 @pytest.mark.usefixtures("short")
