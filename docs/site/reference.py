@@ -6,6 +6,7 @@ import fedalloy
 
 GROUPS = {
     "Run": ("federate", "train", "resume", "Federation", "Result", "Config"),
+    "Compare and look": ("compare", "tune", "explain", "partition", "diagnose", "report", "reproduce"),
     "Data and partitions": (
         "Dataset",
         "IID",
@@ -16,7 +17,7 @@ GROUPS = {
         "Domain",
     ),
     "Use a trained model": ("Model", "export", "load_model", "predict"),
-    "Write a method": ("Mechanism", "Box", "Slot", "Phase", "Alloy", "alloy", "recipe", "method"),
+    "Write a method": ("Mechanism", "Box", "State", "Slot", "Phase", "Alloy", "alloy", "recipe", "method"),
     "Errors": ("FedAlloyError", "AlloyConflict"),
 }
 INTRODUCTION = """# Python API
