@@ -74,15 +74,19 @@ def test_a_notebook_is_shown_with_its_outputs(site: Path, notebook: Path) -> Non
         ('<img src="x.svg">', "a.html: the link x.svg leads nowhere"),
         ('<script src="https://host/x.js">', "a.html would fetch https://host/x.js from another host"),
         ('<link rel="stylesheet" href="//host/x.css">', "a.html would fetch //host/x.css from another host"),
+        ('<a href="../outside.html">', "a.html: the link ../outside.html leads nowhere"),
         ('<a href="https://host/">', None),
         ('<a href="c.html#here">', None),
         ('<a href="c%2Ehtml">', None),
     ],
 )
 def test_what_is_wrong_with_a_page_is_named(page: str, said: str | None, tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(page)
-    (tmp_path / "c.html").write_text('<p id="here">')
-    assert links.faults(tmp_path) == ([said] if said else [])
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "outside.html").touch()
+    (site / "a.html").write_text(page)
+    (site / "c.html").write_text('<p id="here">')
+    assert links.faults(site) == ([said] if said else [])
 
 
 def test_a_style_sheet_that_fetches_is_named(tmp_path: Path) -> None:

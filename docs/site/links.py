@@ -34,6 +34,7 @@ class Read(HTMLParser):
 
 def faults(site: Path) -> list[str]:
     """One sentence for each link that leads nowhere and each address outside that a page would load."""
+    site = site.resolve()
     pages = {path: Read(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     found: dict[str, None] = {}
     for path, page in pages.items():
@@ -59,7 +60,7 @@ def _broken(site: Path, pages: dict[Path, Read], page: Path, address: str) -> st
     else:
         target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
     target = target / "index.html" if target.is_dir() else target
-    if not target.exists():
+    if not target.exists() or not target.is_relative_to(site):
         return f"the link {address} leads nowhere"
     anchor = unquote(parts.fragment)
     if anchor and target in pages and anchor not in pages[target].anchors:
