@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from fedalloy.core.alloy import Phase
+from fedalloy.core.state import Phase
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Setup, one_thread
 from fedalloy.research.bench.bare import textbook

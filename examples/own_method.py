@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 import fedalloy as fa
-from fedalloy.core.alloy import Oracle, Slots
+from fedalloy.core.alloy import Slots
 from fedalloy.core.parameters import Fraction
+from fedalloy.core.views import Oracle, ServerView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Step
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,16 @@ class Direction(fa.Mechanism):
     def down(self) -> Slots:
         return {"d": fa.Slot(increment=True)}
 
-    def open(self, server: Server, my: fa.Box) -> None:
+    def open(self, server: ServerView, my: fa.Box) -> None:
         my.keep["d"] = torch.zeros_like(server.weights)
 
-    def send(self, server: Server, my: fa.Box, client: int) -> Items:
+    def send(self, server: ServerView, my: fa.Box, client: int) -> Items:
         return {"d": my.keep["d"]}
 
-    def gradient(self, step: Step, my: fa.Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: fa.Box, oracle: Oracle) -> Tensor:
         return self.alpha * oracle(step) + (1 - self.alpha) * my.got["d"]
 
-    def receive(self, server: Server, my: fa.Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: fa.Box, got: Mapping[str, Any]) -> None:
         steps = sum(reply.steps for reply in server.participants) / len(server.participants)
         moved = server.previous - server.weights
         my.keep["d"] = moved / max(steps * server.local.rate(server.round), 1e-12)

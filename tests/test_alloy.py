@@ -15,9 +15,11 @@ from torch import Tensor
 import fedalloy
 from fedalloy.analysis.explain import explain
 from fedalloy.core import registry
-from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, alloy
 from fedalloy.core.expression import parse
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
@@ -29,7 +31,7 @@ from fedalloy.methods.fedetf import ETFHead
 from fedalloy.methods.fedprox import Prox
 from fedalloy.methods.moon import Projector
 from fedalloy.methods.scaffold import Control
-from fedalloy.round.client import Client, Step, client_model, client_round, client_told
+from fedalloy.round.client import client_model, client_round, client_told
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 from fuzzing import examples
@@ -219,7 +221,7 @@ class _Tag(Mechanism):
     def label(self) -> str:
         return f"tag{self.letter}"
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         self.tags.append(self.letter)
         return g
@@ -252,7 +254,7 @@ class _Times(Mechanism):
     def label(self) -> str:
         return f"times{self.factor}{self.plus}"
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         return oracle(step) * self.factor + self.plus
 
 
@@ -270,7 +272,7 @@ class _Last(Mechanism):
 
     number: float = 0.5
 
-    def trained(self, client: Client, my: Box) -> None:
+    def trained(self, client: ClientView, my: Box) -> None:
         assert not client.net.training
         client.weights.flat.fill_(self.number)
 
@@ -337,7 +339,7 @@ class Shout(Mechanism):
     def up(self) -> dict[str, Slot]:
         return {"sound": Slot("sum", ())}
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         return {"sound": torch.tensor(float(self.volume))}
 
 

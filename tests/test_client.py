@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box, Phase
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.data.federation import federate
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step, client_round
+from fedalloy.round.client import client_round
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 
@@ -25,7 +27,7 @@ class _Plain(Mechanism):
 
     plain: bool = True
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, lr=0.05, plain=self.plain)]
 
 
@@ -61,7 +63,7 @@ class _Twice(Mechanism):
 
     differences = list[float]()
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> torch.Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> torch.Tensor:
         net = step.client.net
         with torch.enable_grad():
             step.out = net(step.x)

@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, Slots, alloy
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Inputs, Net
 from fedalloy.core.random import generator
+from fedalloy.core.reduce import Fold
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import Info, ReplicaView, ServerView
 from fedalloy.core.wire import MOST_SAMPLES, Items, Reply, Slot, bytes_of, refusal
 from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
@@ -27,9 +30,9 @@ from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Draw, Side, Subspace, projector
-from fedalloy.round.client import Info, client_round
+from fedalloy.round.client import client_round
 from fedalloy.round.replica import Site
-from fedalloy.round.server import Fold, Server
+from fedalloy.round.server import Server
 from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)
@@ -40,15 +43,15 @@ MLP = "mlp(hidden=16)"
 class _Halves(Mechanism):
     """A codec that anybody could write: every second number, as a stretch of zeros in between."""
 
-    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
         return value[round % 2 :: 2]
 
-    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
         full = torch.zeros(len(site.initial))
         full[round % 2 :: 2] = coded
         return full
 
-    def coded_size(self, site: Site) -> int:
+    def coded_size(self, site: ReplicaView) -> int:
         return len(site.initial) // 2
 
 
@@ -182,22 +185,22 @@ class _Trim(Mechanism):
     def elastic(self) -> bool:
         return True
 
-    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
         large = (value.abs() > 0.5).nonzero().flatten()
         n = int(large[-1]) + 1 if len(large) else 0
         return torch.cat([torch.tensor([float(n)]), value[:n]])
 
-    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
         if not len(coded) or len(coded) != 1 + int(coded[0]):
             raise FedAlloyError("is no trimmed vector")
         full = torch.zeros(len(site.initial[site.shared]))
         full[: len(coded) - 1] = coded[1:]
         return full
 
-    def coded_size(self, site: Site) -> int:
+    def coded_size(self, site: ReplicaView) -> int:
         return 1 + len(site.initial[site.shared])
 
-    def split(self, site: Site, coded: Tensor) -> list[Tensor]:
+    def split(self, site: ReplicaView, coded: Tensor) -> list[Tensor]:
         found = []
         while len(coded):
             found.append(coded[: 1 + int(coded[0])])
@@ -481,7 +484,7 @@ class _Slots(Mechanism):
     def up(self) -> Slots:
         return dict(self.slots)
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         raise AssertionError("only folded here")
 
 

@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedalloy.core import registry
-from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.alloy import Mechanism
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientView, StepView
 from fedalloy.core.wire import Items, Mail, Reply
 from fedalloy.data.federation import federate
 from fedalloy.engines.arena import Arena
@@ -32,7 +34,6 @@ from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.files import Vault
 from fedalloy.experiment.run import one_thread
-from fedalloy.round.client import Client, Step
 from fedalloy.round.engine import TRIES, Engine
 from fedalloy.round.replica import Sites
 from fedalloy.round.runtime import Workshop, tiny_is_zero
@@ -57,7 +58,7 @@ class _Trouble(Mechanism):
     client: int = 2
     once: str = ""
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if step.client.id != self.client or self._already():
             return None
         if self.what == "die":
@@ -70,7 +71,7 @@ class _Trouble(Mechanism):
             raise ZeroDivisionError("a bug in a mechanism")
         raise FedAlloyError("something the user can mend")
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if self.what == "sleep":
             time.sleep(0.2)
 
@@ -337,7 +338,7 @@ def test_facts_survive_the_way_back(staged: Staged, workers: Callable[..., Worke
 
     @dataclass(frozen=True)
     class _Blown(Mechanism):
-        def loss(self, step: Step, my: Box) -> Tensor | None:
+        def loss(self, step: StepView, my: Box) -> Tensor | None:
             return step.out.logits.sum() * math.inf
 
     stage, clean = staged(_Blown()), staged()
@@ -355,7 +356,7 @@ def test_tiny_numbers_are_zero_for_clients_only(staged: Staged, workers: Callabl
 
     @dataclass(frozen=True)
     class _Tiny(Mechanism):
-        def loss(self, step: Step, my: Box) -> Tensor | None:
+        def loss(self, step: StepView, my: Box) -> Tensor | None:
             return math.nan * step.out.logits.sum() if tiny().any() else None
 
     stage = staged(_Tiny())

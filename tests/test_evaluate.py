@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import fedalloy as fa
-from fedalloy.round.client import Client
-from fedalloy.round.server import Server
+from fedalloy.core.views import ClientView, ServerView
 
 FED = fa.federate("digits", clients=3, skew="dirichlet:0.5", seed=0)
 
@@ -17,7 +16,7 @@ FED = fa.federate("digits", clients=3, skew="dirichlet:0.5", seed=0)
 class _Blank(fa.Mechanism):
     """Before a personal evaluation everybody forgets everything."""
 
-    def adapt(self, client: Client, my: fa.Box) -> None:
+    def adapt(self, client: ClientView, my: fa.Box) -> None:
         client.weights.flat.zero_()
 
 
@@ -40,7 +39,7 @@ def test_a_method_with_both_kinds_of_model_is_judged_by_the_personal_ones(tmp_pa
 class _Shows(fa.Mechanism):
     """A whole model that clients never see: the common body under the initial head."""
 
-    def shown(self, server: Server, my: fa.Box) -> dict[str, tuple[Tensor, Tensor]]:
+    def shown(self, server: ServerView, my: fa.Box) -> dict[str, tuple[Tensor, Tensor]]:
         return {"global": server.site.whole(":-1", server.weights, server.buffers)}
 
 

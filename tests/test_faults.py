@@ -10,12 +10,13 @@ from torch import Tensor
 
 from disk import disk_with
 from fedalloy.core import registry
-from fedalloy.core.alloy import Box, Mechanism, Oracle
+from fedalloy.core.alloy import Mechanism
+from fedalloy.core.state import Box
+from fedalloy.core.views import Oracle, StepView
 from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
 from fedalloy.experiment.run import resume, start, train
-from fedalloy.round.client import Step
 from terminal import INLINE, QUICK, fedalloy, history, strict_json, summary, tree
 
 AT_ONCE = ("--lr", "1e6", "--weight-decay", "1e6", "--engine", "inline", "--clients", "3", "--rounds", "5")
@@ -86,7 +87,7 @@ class BlowsUp(Mechanism):
     client: int = 1
     round: int = 2
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         here = (step.client.id, step.client.round) == (self.client, self.round)
         return oracle(step) * (torch.nan if here else 1.0)
 

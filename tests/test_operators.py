@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedalloy.core import registry
 from fedalloy.core.net import Inputs
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientData, Info
 from fedalloy.data import Prepare
-from fedalloy.round.client import ClientData, Info, client_round
+from fedalloy.round.client import client_round
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from fedalloy.analysis.explain import explain
 from fedalloy.core import registry
-from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Folded, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, AlloyConflict, Folded, Mechanism, Slots, alloy
 from fedalloy.core.random import BLOCK, gaussian
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ServerView
 from fedalloy.core.wire import Items, Mail, Reduce, Reply, Slot
 from fedalloy.data.federation import Federation, federate
 from fedalloy.errors import FedAlloyError
@@ -238,7 +240,7 @@ def test_noise_differs_from_round_to_round_and_client_to_client() -> None:
 class _Open(Private):
     """Lets a test see the mean before its noise."""
 
-    def folded(self, server: Server, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
         return got
 
 
@@ -345,7 +347,7 @@ def test_only_means_are_covered(reduce: Reduce) -> None:
 class _Weighing(Mechanism):
     """Sends nothing, and weighs."""
 
-    def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> list[float]:
+    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> list[float]:
         return [1.0] * len(replies)
 
 
@@ -358,7 +360,7 @@ def test_who_weighs_is_refused() -> None:
 class _Looking(Share):
     """Sends nothing but weights, and looks at each reply."""
 
-    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
         my.memo["seen"] = reply
 
 

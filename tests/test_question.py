@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fedalloy.core import registry
-from fedalloy.core.alloy import Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Mechanism, Slots, alloy
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientData, ReplicaView, ServerView
 from fedalloy.core.wire import Items, Mail, Reply, Slot
 from fedalloy.data.federation import federate
 from fedalloy.engines.inline import Inline
@@ -19,7 +21,6 @@ from fedalloy.experiment.config import Config
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Record, Result, Setup, one_round, one_thread, train
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import ClientData
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 
@@ -54,18 +55,18 @@ class _Census(Mechanism):
     def asks_at_end(self) -> bool:
         return self.at_end
 
-    def tell(self, site: Site, data: ClientData) -> Items:
+    def tell(self, site: ReplicaView, data: ClientData) -> Items:
         assert not site.net.training
         return {"counts": data.counts, "weight": site.weights.flat[0].clone()}
 
-    def hear(self, server: Server, my: Box, told: Iterator[Reply]) -> None:
+    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
         answers = [one.items for _, one in zip(range(self.heard), told, strict=False)]
         my.memo["nothing"] = "to be cleared"
         my.keep["round"] = torch.tensor(server.round)
         my.keep["counts"] = torch.stack([one["counts"] for one in answers])
         my.keep["weights"] = torch.stack([one["weight"] for one in answers])
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         return {"global": torch.zeros_like(server.weights)} if "counts" in my.keep else {}
 
 
@@ -140,7 +141,7 @@ def test_an_answer_that_cannot_be_used_is_refused(spoilt: Items, why: str) -> No
 
 def test_what_is_told_is_declared(tmp_path: Path) -> None:
     class _Chatty(_Census):
-        def tell(self, site: Site, data: ClientData) -> Items:
+        def tell(self, site: ReplicaView, data: ClientData) -> Items:
             return super().tell(site, data) | {"more": torch.ones(3)}
 
     with pytest.raises(AssertionError, match="but told"):
@@ -162,7 +163,7 @@ def test_two_may_ask(tmp_path: Path) -> None:
 class _Quiet(_Census):
     """Asks, and shows nothing of its own."""
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         return {}
 
 

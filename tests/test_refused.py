@@ -9,11 +9,11 @@ import pytest
 from disk import disk_with
 from fedalloy.core import registry
 from fedalloy.core.alloy import Mechanism
+from fedalloy.core.views import ServerView
 from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.run import Setup, train
 from fedalloy.research.bench import play as benches
-from fedalloy.round.server import Server
 from terminal import INLINE, fedalloy, tree
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -82,11 +82,11 @@ class Picky(Mechanism):
     def __init__(self, round: int) -> None:
         self.round = round
 
-    def open(self, server: Server, my: Any) -> None:
+    def open(self, server: ServerView, my: Any) -> None:
         if self.round == 0:
             raise FedAlloyError("not with these data")
 
-    def receive(self, server: Server, my: Any, got: Any) -> None:
+    def receive(self, server: ServerView, my: Any, got: Any) -> None:
         if server.round == self.round:
             raise FedAlloyError(f"not after round {self.round}")
 

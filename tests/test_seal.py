@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from fedalloy.core.alloy import AlloyConflict, Box, Folded, Mechanism, alloy
+from fedalloy.core.alloy import AlloyConflict, Folded, Mechanism, alloy
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientView, Info, ReplicaView, ServerView
 from fedalloy.core.wire import Items, Reply
 from fedalloy.data.federation import federate
 from fedalloy.experiment.run import resume, train
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.subspace import Subspace
 from fedalloy.methods import feddyn, fedsub, scaffold, ssf
-from fedalloy.round.client import Client, Info, client_round
+from fedalloy.round.client import client_round
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 
@@ -32,14 +34,14 @@ class _Half(Mechanism):
     gives = frozenset({"uniform weights"})
     means: list[Folded] = field(default_factory=list, compare=False)
 
-    def seal(self, client: Client, my: Box, items: Items) -> Items:
+    def seal(self, client: ClientView, my: Box, items: Items) -> Items:
         shared = client.received[client.site.shared]
         return items | {
             key: shared + (items[key] - shared) / 2 if slot.relative else items[key] / 2
             for key, slot in client.site.additive("up").items()
         }
 
-    def folded(self, server: Server, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
         self.means.append(got)
         shared = got["share"]
         return {**got, "share": {**shared, "weights": shared["weights"] + 1}}
@@ -54,7 +56,7 @@ class _Witness(Mechanism):
 
     seen: list[Items] = field(default_factory=list, compare=False)
 
-    def sent(self, client: Client, my: Box, items: Items) -> None:
+    def sent(self, client: ClientView, my: Box, items: Items) -> None:
         self.seen.append(items)
 
 
@@ -129,7 +131,7 @@ def test_linear_terms_stay_the_mean_of_what_was_sent() -> None:
     """FedDyn's h is the mean of all g_k."""
 
     class _Cut(_Half):
-        def folded(self, server: Server, my: Box, got: Folded) -> Folded:
+        def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
             return got
 
     found = Rounds(feddyn(alpha=0.1), _Cut()).play(3)
@@ -165,7 +167,7 @@ def test_where_size_weights_are_spoilt_samples_neither_count_nor_travel(samples:
 def test_one_last_word_only() -> None:
     @dataclass(frozen=True)
     class _Other(Mechanism):
-        def seal(self, client: Client, my: Box, items: Items) -> Items:
+        def seal(self, client: ClientView, my: Box, items: Items) -> Items:
             return items
 
     with pytest.raises(AlloyConflict, match="_other both claim the last word on what leaves"):
@@ -181,7 +183,7 @@ class _Picky(Mechanism):
     def refuses(self, other: Mechanism) -> str | None:
         return "it shares" if self.most == 0 and other.shares is not None else None
 
-    def fits(self, site: Site) -> None:
+    def fits(self, site: ReplicaView) -> None:
         if len(site.initial) > self.most:
             raise AlloyConflict(f"{self} refuses {site.model}")
 

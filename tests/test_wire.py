@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.net import Inputs
+from fedalloy.core.reduce import Fold
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import Info, ServerView
 from fedalloy.core.wire import (
     MOST_SAMPLES,
     Items,
@@ -31,10 +34,9 @@ from fedalloy.core.wire import (
     restore,
 )
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.client import Info
 from fedalloy.round.replica import Site
 from fedalloy.round.replies import in_order
-from fedalloy.round.server import Fold, Server
+from fedalloy.round.server import Server
 from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), classes=10)
@@ -168,7 +170,7 @@ class _Means(Mechanism):
             "all": Slot("all", (2,), torch.int64),
         }
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         my.keep = {name: value for name, value in got.items() if name != "all"}
         my.keep |= {f"all{client}": value for client, value in got["all"].items()}
 

@@ -3,8 +3,9 @@
 __version__ = "0.2.0"
 
 from fedalloy import methods, moved
-from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Phase, alloy
+from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, alloy
 from fedalloy.core.registry import method, recipe
+from fedalloy.core.state import Box, Phase
 from fedalloy.core.wire import Slot
 from fedalloy.data import IID, BalancedDirichlet, Dataset, Dirichlet, Domain, Pathological, Quantity
 from fedalloy.data.federation import Federation, federate

@@ -12,7 +12,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "flower")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "deploy")]
 
 from loopback import Loopback  # noqa: E402
 from test_contract import FED, GRID, Case  # noqa: E402

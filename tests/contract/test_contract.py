@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedalloy.core import registry
 from fedalloy.core.imports import Imports
+from fedalloy.core.views import ClientData, Info
 from fedalloy.core.wire import Items, Mail, Reply, Spec, bytes_of, restore
 from fedalloy.data.federation import federate
 from fedalloy.deploy.server import serve
@@ -25,7 +26,7 @@ from fedalloy.experiment.config import Config
 from fedalloy.experiment.files import Vault
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Record, Result, Setup, one_round, one_thread, play, resume, sample
-from fedalloy.round.client import Client, ClientData, Info, client_round
+from fedalloy.round.client import Client, client_round
 from fedalloy.round.server import Server
 
 FED = federate("digits", clients=5, skew="pathological:3", seed=0)

@@ -21,8 +21,10 @@ from settings import ROWS, Row
 from torch import Tensor
 
 from fedalloy.core import registry
-from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.alloy import Mechanism
 from fedalloy.core.imports import Imports
+from fedalloy.core.state import Box
+from fedalloy.core.views import StepView
 from fedalloy.core.wire import Mail
 from fedalloy.data import Dataset
 from fedalloy.data.federation import Federation, federate
@@ -34,7 +36,6 @@ from fedalloy.experiment.config import Config
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Record, Setup, one_thread, play, resume, train
 from fedalloy.research.compare import Comparison
-from fedalloy.round.client import Step
 from fedalloy.round.engine import TRIES
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -274,7 +275,7 @@ def test_a_round_left_early_does_not_leak_into_the_next(staged: Staged) -> None:
 class _Mine(Mechanism):
     """In a module that actors find, but under a name that no expression has."""
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         return None
 
 

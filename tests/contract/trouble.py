@@ -9,10 +9,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fedalloy.core import registry
-from fedalloy.core.alloy import Alloy, Box, Mechanism
+from fedalloy.core.alloy import Alloy, Mechanism
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.models import Inputs
-from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class _Trouble(Mechanism):
     client: int = 2
     once: str = ""
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if self.what == "sleep":
             time.sleep(0.3)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if step.client.id != self.client or self.what in ("", "sleep") or self._already():
             return None
         if self.what == "die":

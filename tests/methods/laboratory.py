@@ -13,17 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Net
 from fedalloy.core.random import generator
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientData, Oracle, StepView
 from fedalloy.core.wire import Items, Mail, Reply
 from fedalloy.data import Dataset, Prepare, Split, load
 from fedalloy.data.federation import Federation, federate
 from fedalloy.experiment.run import Result, train
 from fedalloy.methods import local
-from fedalloy.round.client import Client, ClientData, Step, client_round, client_told
+from fedalloy.round.client import Client, client_round, client_told
 from fedalloy.round.replica import Site
 from fedalloy.round.replies import Outcome
 from fedalloy.round.server import Server
@@ -124,7 +126,7 @@ class _Probe(Mechanism):
     def label(self) -> str:
         return f"{self.place} probe"
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         self.gradients.append(g.clone())
         self.points.append(step.weights.clone())

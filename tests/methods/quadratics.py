@@ -8,11 +8,12 @@ import torch
 from laboratory import Lab, consecutive, handed_out
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.net import Inputs, Net, Outputs
+from fedalloy.core.state import Box
+from fedalloy.core.views import StepView
 from fedalloy.data import Dataset
 from fedalloy.data.federation import Federation
-from fedalloy.round.client import Step
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -39,7 +40,7 @@ class _Quadratic(Mechanism):
     a: Rows
     b: Rows
 
-    def task(self, step: Step, my: Box) -> Tensor:
+    def task(self, step: StepView, my: Box) -> Tensor:
         a, b = torch.tensor(self.a[step.client.id]), torch.tensor(self.b[step.client.id])
         return 0.5 * (a * (step.out.logits - b) ** 2).sum()
 
@@ -59,7 +60,7 @@ class _Slope(Mechanism):
 
     slope: tuple[float, ...]
 
-    def task(self, step: Step, my: Box) -> Tensor:
+    def task(self, step: StepView, my: Box) -> Tensor:
         return (torch.tensor(self.slope) * step.out.logits).sum()
 
 

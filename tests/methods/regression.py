@@ -8,11 +8,12 @@ import torch
 from laboratory import Lab, consecutive, handed_out
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.net import Inputs, Net, Outputs
+from fedalloy.core.state import Box
+from fedalloy.core.views import StepView
 from fedalloy.data import Dataset
 from fedalloy.research.reproduce.matrix import STEPS, Problem
-from fedalloy.round.client import Step
 
 
 class _Matrix(Net):
@@ -70,7 +71,7 @@ class _Regression(Mechanism):
 
     problem: Problem = field(compare=False)
 
-    def task(self, step: Step, my: Box) -> Tensor:
+    def task(self, step: StepView, my: Box) -> Tensor:
         i, g = step.client.id, self.problem.targets[step.client.id]
         w = step.out.logits if step.out.logits.shape == g.shape else step.out.logits.T
         return 0.5 * (w * (self.problem.hessians[i] @ w)).sum() - (w * g).sum()

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from laboratory import MLP, Lab, digits, double, far, handed_out
 from torch import Tensor
 
-from fedalloy.core.alloy import Box
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.data import Dataset
 from fedalloy.methods import balancedsoftmax, fedavg
 from fedalloy.methods.balancedsoftmax import BalancedSoftmax, log_prior

@@ -8,8 +8,9 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, assert_personal_accuracies, digits, far, run
 from torch import nn
 
-from fedalloy.core.alloy import AlloyConflict, Phase, alloy
+from fedalloy.core.alloy import AlloyConflict, alloy
 from fedalloy.core.registry import make
+from fedalloy.core.state import Phase
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.run import reopen

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, handed_out
 from torch import Tensor
 
-from fedalloy.core.alloy import AlloyConflict, Box
+from fedalloy.core.alloy import AlloyConflict
 from fedalloy.core.diagnostics import effective_rank, spectrum
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, load
 from fedalloy.data.federation import Federation

@@ -8,9 +8,9 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, digits, double, far
 from torch import Tensor
 
-from fedalloy.core.alloy import Box
 from fedalloy.core.diagnostics import effective_rank, spectrum
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.methods import fedavg, feddecorr
 from fedalloy.methods.feddecorr import Decorr, decorrelation, z_scores
 from fedalloy.round.client import Step

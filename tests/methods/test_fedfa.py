@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, batches, dealt, digits, double, far, probed, shards
 from torch import Tensor
 
-from fedalloy.core.alloy import AlloyConflict, Box, Mechanism, Phase, alloy
+from fedalloy.core.alloy import AlloyConflict, Mechanism, alloy
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientView
 from fedalloy.methods import fedavg, fedfa
 from fedalloy.methods.fedfa import Anchors, distance, first_anchors
-from fedalloy.round.client import Client
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 SKEWED = "pathological:3"
@@ -259,7 +260,7 @@ def test_other_wrappers_do_not_undo_the_calibration(text: str) -> None:
 class _Body(Mechanism):
     """Trains the body alone."""
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, "body")]
 
 

@@ -9,11 +9,12 @@ from fedalloy import models
 from fedalloy.core.alloy import AlloyConflict
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Inputs, Net
+from fedalloy.core.random import seeded
 from fedalloy.core.registry import make
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.methods import fedavg, fedfa_aug
 from fedalloy.methods.fedfa_aug import EPS, Jitter, layers, stages
-from fedalloy.round.replica import Site, seeded
+from fedalloy.round.replica import Site
 
 CNN = "cnn-fedrda"
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])

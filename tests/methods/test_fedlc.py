@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
 from torch import Tensor
 
-from fedalloy.core.alloy import AlloyConflict, Box
+from fedalloy.core.alloy import AlloyConflict
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.data import load
 from fedalloy.data.federation import Federation
 from fedalloy.methods import fedavg, fedlc

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed, run
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, AlloyConflict, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, alloy
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
+from fedalloy.core.views import Oracle, StepView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.data.federation import Federation
 from fedalloy.mechanisms.simplex import simplex_minimum
 from fedalloy.methods import fedpac, fedper, fedrep
 from fedalloy.methods.fedpac import LEAST, combination, kept, quadratic, statistics
-from fedalloy.round.client import Step
 
 
 def lab(method: Alloy, model: str = MLP, federation: Federation | None = None, **local: Any) -> Lab:
@@ -260,7 +261,7 @@ class _Losses(Mechanism):
 
     found: list[tuple[bool, float, Tensor, Tensor]] = field(default_factory=list, compare=False)
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         z, plain = step.out.features, F.cross_entropy(step.out.logits, step.y)
         self.found.append((z.requires_grad, float(step.value - plain.detach()), z.detach(), step.y))

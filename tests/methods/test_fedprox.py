@@ -8,12 +8,13 @@ from laboratory import BATCHNORM, MLP, Lab, digits, double, far, probed, shards
 from quadratics import _Quadratic, _Slope, solve
 from torch import Tensor
 
-from fedalloy.core.alloy import Box, Mechanism, alloy
+from fedalloy.core.alloy import Mechanism, alloy
+from fedalloy.core.state import Box
+from fedalloy.core.views import StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, fedprox
 from fedalloy.methods.fedprox import Prox, Stragglers
-from fedalloy.round.client import Step
 
 OPTIMISERS: list[dict[str, Any]] = [
     {},
@@ -89,7 +90,7 @@ def test_the_term_joins_the_gradient_before_the_optimiser(optimiser: dict[str, A
     class _InTheLoss(Prox):
         gradient = Mechanism.gradient
 
-        def loss(self, step: Step, my: Box) -> Tensor:
+        def loss(self, step: StepView, my: Box) -> Tensor:
             weights = torch.cat([p.flatten() for p in step.client.net.parameters()])
             return 0.5 * self.mu * ((weights - step.client.received) ** 2).sum()
 

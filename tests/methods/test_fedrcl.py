@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed
 from torch import Tensor
 
-from fedalloy.core.alloy import Box
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedavg, fedrcl

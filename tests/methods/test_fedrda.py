@@ -13,8 +13,10 @@ from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, run, sha
 from torch import Tensor, nn
 
 from fedalloy.core.alloy import AlloyConflict
+from fedalloy.core.frozen import Frozen
 from fedalloy.core.net import Net
 from fedalloy.core.random import generator
+from fedalloy.core.views import StepView
 from fedalloy.data.federation import Federation, federate
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedavg, fedrda, moon, scaffold
@@ -31,7 +33,6 @@ from fedalloy.methods.fedrda import (
     residual_space,
 )
 from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Frozen
 
 DECOMPOSITIONS: tuple[Decomposition, ...] = ("svd", "qr", "pca")
 D, CLASSES = 16, 10  # the width of the features of MLP
@@ -485,7 +486,7 @@ def test_the_spaces_of_all_epochs_are_used() -> None:
     """The second epoch differs from one that still compares with the global space."""
 
     class Stuck(Deviation):
-        def gradient(self, step: Step, my: Any, oracle: Any) -> Tensor:
+        def gradient(self, step: StepView, my: Any, oracle: Any) -> Tensor:
             found: Tensor = oracle(step)
             return found
 

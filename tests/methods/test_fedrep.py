@@ -21,8 +21,8 @@ from laboratory import (
 )
 from torch import Tensor
 
-from fedalloy.core.alloy import Phase
 from fedalloy.core.registry import make
+from fedalloy.core.state import Phase
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError

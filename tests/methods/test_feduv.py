@@ -9,8 +9,8 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
 from torch import Tensor
 
-from fedalloy.core.alloy import Box
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
 from fedalloy.data import load
 from fedalloy.methods import fedavg, feduv
 from fedalloy.methods.feduv import Uniformity, Variance, uniformity, variance_gap

@@ -6,8 +6,8 @@ import pytest
 import torch
 from laboratory import BATCHNORM, Lab, digits, far, run
 
-from fedalloy.core.alloy import Phase
 from fedalloy.core.registry import make
+from fedalloy.core.state import Phase
 
 PARTICIPANTS = ([0, 1, 5], [0, 1])
 

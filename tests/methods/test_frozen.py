@@ -8,10 +8,10 @@ from laboratory import BATCHNORM, MLP, Lab, far
 from torch import Tensor
 
 from fedalloy.core.alloy import Alloy
+from fedalloy.core.frozen import Frozen
 from fedalloy.data.federation import federate
 from fedalloy.methods import fedsol, moon
 from fedalloy.round import replica as site
-from fedalloy.round.replica import Frozen
 
 EPOCHS, SAMPLES = 3, 72
 METHODS = {"MOON": (moon(proj_dim=12), 2), "FedSOL": (fedsol(), 1)}  # and how many models it looks at

@@ -11,13 +11,15 @@ from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed, 
 from quadratics import _Quadratic, solve
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.registry import make
+from fedalloy.core.state import Box
+from fedalloy.core.views import Oracle, StepView
 from fedalloy.core.wire import Mail
 from fedalloy.data.federation import Federation
 from fedalloy.methods import fedavg, perfedavg
 from fedalloy.methods.perfedavg import Meta
-from fedalloy.round.client import Step, client_model
+from fedalloy.round.client import client_model
 
 DROPOUT = "regression:dropout"
 VARIANTS = ("fo", "hf", "exact")
@@ -101,7 +103,7 @@ class _Notes(Mechanism):
     samples: list[list[int]] = field(default_factory=list, compare=False)
     dice: list[Tensor] = field(default_factory=list, compare=False)
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         self.samples.append(step.index.tolist())
         self.dice.append(torch.get_rng_state())
@@ -128,8 +130,8 @@ class _Looking(Meta):
 
     seen: list[tuple[str, list[int]]] = field(default_factory=list, compare=False)
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
-        def noted(other: Step) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+        def noted(other: StepView) -> Tensor:
             self.seen.append(("outer" if other is step else "aside", other.index.tolist()))
             return oracle(other)
 

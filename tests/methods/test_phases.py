@@ -9,11 +9,12 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, digits, far
 from torch import nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods import fedavg, local
-from fedalloy.round.client import Client
 
 MOVING: tuple[dict[str, Any], ...] = (
     {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
@@ -28,7 +29,7 @@ class _Plan(Mechanism):
 
     plan: tuple[Phase, ...] = ()
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase] | None:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
         return self.plan
 
 

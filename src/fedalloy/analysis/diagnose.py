@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Findings
 from fedalloy.core.diagnostics import Seen, generic
 from fedalloy.core.random import generator
+from fedalloy.core.views import EVAL_BATCH, Findings
 from fedalloy.core.wire import Items, Reply, dump, restore
 from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.experiment.files import write_whole
 from fedalloy.experiment.folder import RunFolder
-from fedalloy.round.client import EVAL_BATCH, Client
+from fedalloy.round.client import Client
 from fedalloy.round.replica import Sites
 from fedalloy.round.server import Server
 

@@ -18,11 +18,12 @@ from fedalloy.core.measure import samples
 from fedalloy.core.net import Inputs
 from fedalloy.core.parameters import expected, hints
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientData, Info
 from fedalloy.core.wire import Slot, Spec
 from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.models import size_of
-from fedalloy.round.client import ClientData, Info, client_round
+from fedalloy.round.client import client_round
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 

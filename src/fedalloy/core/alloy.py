@@ -7,54 +7,28 @@ merges equal ones and refuses what cannot work, naming both parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from fedalloy.core.diagnostics import Seen
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientData, ClientView, Findings, Oracle, ReplicaView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError
 
-if TYPE_CHECKING:
-    from fedalloy.core.diagnostics import Seen
-    from fedalloy.round.client import Client, ClientData, Step
-    from fedalloy.round.replica import Site
-    from fedalloy.round.server import Server
-
-Oracle = Callable[["Step"], Tensor]
 Slots = Mapping[str, Slot]
 Names = frozenset[str]
-Findings = dict[str, float | Tensor]
 Folded = Mapping[str, Mapping[str, Any]]
-M = TypeVar("M", bound="Mechanism")
+M = TypeVar("M")
 NOTHING: Names = frozenset()
 
 
 class AlloyConflict(FedAlloyError):
     """Two parts that cannot work together, or a part that lacks what it needs."""
-
-
-@dataclass
-class Box:
-    """A mechanism's own drawer."""
-
-    keep: Items = field(default_factory=dict)  # survives rounds, never leaves its owner
-    memo: dict[str, Any] = field(default_factory=dict)  # lasts one round
-    got: Items = field(default_factory=dict)  # what the mail brought for this mechanism
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Some epochs of local training on one part of the model; the rest is frozen."""
-
-    epochs: int
-    part: str = ""
-    lr: float | None = None
-    steps: int | None = None  # a fixed number of steps in place of epochs
-    freeze_bn: bool = False  # BatchNorm in the frozen rest uses its running statistics and leaves them alone
-    plain: bool = False  # plain SGD, whatever optimiser the clients have
 
 
 @dataclass(frozen=True)
@@ -130,72 +104,72 @@ class Mechanism:
         return None
 
     # At a client.
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         """Model surgery: a projector, a fixed head, an auxiliary model."""
 
-    def fits(self, site: Site) -> None:
+    def fits(self, site: ReplicaView) -> None:
         """The net is laid out: an AlloyConflict if this part cannot work on it."""
 
-    def born(self, client: Client, my: Box) -> None:
+    def born(self, client: ClientView, my: Box) -> None:
         """The first time this client is seen."""
 
-    def load(self, client: Client, my: Box) -> None:
+    def load(self, client: ClientView, my: Box) -> None:
         """Install what was received; also before an evaluation, so nothing is trained here."""
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         """A round of training begins."""
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase] | None:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
         """How local training is cut up (a claim), or None for all of the model at once."""
         return None
 
-    def task(self, step: Step, my: Box) -> Tensor | None:
+    def task(self, step: StepView, my: Box) -> Tensor | None:
         """The task loss in place of cross-entropy (a claim)."""
         return None
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         """A term added to the task loss."""
         return None
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
         return oracle(step)
 
-    def trained(self, client: Client, my: Box) -> None:
+    def trained(self, client: ClientView, my: Box) -> None:
         """Local training is over: a last change of the model, before anybody looks at it in `finish`."""
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         """What goes up; the keys must equal `up`."""
         return {}
 
-    def seal(self, client: Client, my: Box, items: Items) -> Items:
+    def seal(self, client: ClientView, my: Box, items: Items) -> Items:
         """A last change of all that goes up, every part's items by "label.slot" (a claim)."""
         return items
 
-    def sent(self, client: Client, my: Box, items: Items) -> None:
+    def sent(self, client: ClientView, my: Box, items: Items) -> None:
         """What went up, every part's; where a part sealed it, as the server will see it."""
 
-    def tell(self, site: Site, data: ClientData) -> Items:
+    def tell(self, site: ReplicaView, data: ClientData) -> Items:
         """Asked about the new global model, which stands in `site`: the keys must equal `told`; nothing is kept."""
         return {}
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         """Fine-tune a personal model before it is evaluated."""
 
-    def predict(self, step: Step, my: Box) -> Tensor | None:
+    def predict(self, step: StepView, my: Box) -> Tensor | None:
         """Scores in place of the logits when a personal model is evaluated."""
         return None
 
     # On the way, where values that are declared additive may travel compressed (a claim).
-    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
         """A flat vector of additive values, compressed."""
         return value
 
-    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
         """What the other end makes of `encode`; a FedAlloyError where that cannot have made it."""
         return coded
 
-    def coded_size(self, site: Site) -> int:
+    def coded_size(self, site: ReplicaView) -> int:
         """The length of an encoded vector; of an elastic one the most."""
         return len(site.initial)
 
@@ -204,36 +178,36 @@ class Mechanism:
         """Whether the length of an encoded vector depends on its values."""
         return False
 
-    def split(self, site: Site, coded: Tensor) -> Sequence[Tensor]:
+    def split(self, site: ReplicaView, coded: Tensor) -> Sequence[Tensor]:
         """Encoded vectors that travelled as one, apart again."""
         return torch.split(coded, self.coded_size(site))
 
     # At the server.
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         """Before the first round."""
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         """The keys must equal `down`."""
         return {}
 
-    def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float] | None:
+    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> Sequence[float] | None:
         """Aggregation weights for all `mean` slots (a claim); they need not sum to one."""
         return None
 
-    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
         """A look at each usable reply as it is folded, before `receive`."""
 
-    def folded(self, server: Server, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
         """A last change of what was folded, by label and slot, before any part receives it (a claim)."""
         return got
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
-    def hear(self, server: Server, my: Box, told: Iterator[Reply]) -> None:
+    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
         """What clients tell when they are asked, usable replies one by one in ascending id, keys as in `told`."""
 
-    def shown(self, server: Server, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+    def shown(self, server: ServerView, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
         """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
         return {}
 
@@ -242,11 +216,11 @@ class Mechanism:
         return {}
 
     # For those who look: numbers are recorded, matrices are drawn; nothing here may change a state.
-    def examine(self, server: Server, my: Box, seen: Seen) -> Findings:
+    def examine(self, server: ServerView, my: Box, seen: Seen) -> Findings:
         """What this mechanism shows of the global model and the server's state."""
         return {}
 
-    def examine_client(self, client: Client, my: Box) -> Findings:
+    def examine_client(self, client: ClientView, my: Box) -> Findings:
         """What this mechanism shows of a client after its local training."""
         return {}
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Findings
 from fedalloy.core.net import Net
+from fedalloy.core.views import Findings
 
 
 @dataclass(frozen=True)

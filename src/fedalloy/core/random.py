@@ -5,11 +5,13 @@ Nothing has to be saved to resume, and no draw depends on who else drew, where, 
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 BLOCK = 2**18  # normal numbers that are made at a time
 
 
@@ -51,3 +53,14 @@ def _block(key: bytes, start: int, size: int) -> Tensor:
     radius, angle = ((whole.double() + 0.5) / 2**53).view(2, pairs)
     radius, angle = (-2 * radius.log()).sqrt(), 2 * math.pi * angle
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:size]
+
+
+@contextmanager
+def seeded(*counter: int | str, device: torch.device = CPU) -> Iterator[None]:
+    """Torch's own generator, which initialisers and dropout use, seeded by a counter and given back as it was."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed_of(*counter))  # torch.manual_seed walks the stack: slow
+        if cuda:
+            torch.cuda.manual_seed(seed_of(*counter))
+        yield

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fedalloy.core.alloy import Alloy
+from fedalloy.core.views import ClientData, Info
 from fedalloy.data import Dataset, Dirichlet, Prepare, Skew, Split, load, parse_augment, parse_skew, partition
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.client import ClientData, Info
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from flwr.supercore.run import RunNotRunningException
 
 from fedalloy import __version__
 from fedalloy.core.net import Inputs
+from fedalloy.core.views import Info
 from fedalloy.core.wire import Mail, Reply
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.deploy.hello import Guest, read_hello
@@ -18,7 +19,6 @@ from fedalloy.deploy.records import mail_record, read_reply
 from fedalloy.deploy.site import HELLO
 from fedalloy.deploy.terms import Terms
 from fedalloy.errors import FedAlloyError, plain
-from fedalloy.round.client import Info
 from fedalloy.round.runtime import Workshop
 
 PAUSE = 0.2  # seconds between two looks for replies

@@ -14,6 +14,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedalloy import __version__
 from fedalloy.core.imports import Imports, foreign_in, outside
+from fedalloy.core.views import Info
 from fedalloy.core.wire import Mail, Reply, dump
 from fedalloy.data import IID, Prepare, Preprocessing, Split, load, parse_augment
 from fedalloy.data.assemble import fitted
@@ -39,7 +40,6 @@ from fedalloy.experiment.config import Config
 from fedalloy.experiment.files import PRIVATE, kept_secret, private_folder, write_whole
 from fedalloy.experiment.run import Setup, one_thread
 from fedalloy.mechanisms.privacy import Private, composed
-from fedalloy.round.client import Info
 from fedalloy.round.runtime import Workshop, state_before
 from fedalloy.trained.kept import keep_tested
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedalloy.core.random import CPU
 from fedalloy.core.wire import Mail, Reply
 from fedalloy.engines.cluster import Cluster, ray
 from fedalloy.engines.plain import Array, Entry, made, packed, plan_of, unpacked
@@ -25,7 +26,6 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
 from fedalloy.experiment.files import Vault
 from fedalloy.round.engine import TRIES, died, fail, failure, late
-from fedalloy.round.replica import CPU
 from fedalloy.round.runtime import Workshop, state_before
 
 START = 120.0  # seconds until an actor must be at work

@@ -22,7 +22,7 @@ from fedalloy.analysis.diagnose import examine, mean_notes, numbers, snapshot
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy, Mechanism
 from fedalloy.core.imports import Imports, allowed, refuse_cluster
-from fedalloy.core.random import generator
+from fedalloy.core.random import CPU, generator
 from fedalloy.core.wire import Mail, Reply, bytes_of, diverged
 from fedalloy.data.federation import Federation, federate
 from fedalloy.engines.inline import Inline
@@ -34,7 +34,7 @@ from fedalloy.experiment.files import fingerprint, unless_refused
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.round.engine import Engine
 from fedalloy.round.evaluate import evaluate
-from fedalloy.round.replica import CPU, Sites
+from fedalloy.round.replica import Sites
 from fedalloy.round.replies import Outcome
 from fedalloy.round.runtime import Workshop
 from fedalloy.round.server import Server

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.alloy import Mechanism
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView
 from fedalloy.core.wire import Items
-from fedalloy.round.client import Client
 
 
 @dataclass(frozen=True)
@@ -13,16 +14,16 @@ class AsTrained(Mechanism):
 
     claims = frozenset({"the personal model"})
 
-    def born(self, client: Client, my: Box) -> None:
+    def born(self, client: ClientView, my: Box) -> None:
         self._remember(client, my)
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         self._remember(client, my)
         return {}
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         client.weights.load(my.keep["weights"], my.keep["buffers"])
 
-    def _remember(self, client: Client, my: Box) -> None:
+    def _remember(self, client: ClientView, my: Box) -> None:
         my.keep["weights"] = client.weights.flat.clone()
         my.keep["buffers"] = client.weights.buffers.clone()

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from fedalloy import models
 from fedalloy.core.alloy import Mechanism
-from fedalloy.round.replica import Site
+from fedalloy.core.views import ReplicaView
 
 
 @dataclass(frozen=True)
@@ -16,10 +15,10 @@ class Auxiliary(Mechanism):
     claims = frozenset({"the auxiliary model"})
     gives = frozenset({"an auxiliary model"})
 
-    def build(self, site: Site) -> None:
-        site.net.aux = models.build(self.model or smallest(site), site.inputs, site.imports)
+    def build(self, site: ReplicaView) -> None:
+        site.net.aux = site.build_model(self.model or smallest(site))
 
 
-def smallest(site: Site) -> str:
+def smallest(site: ReplicaView) -> str:
     """The federation's architecture with the fewest parameters."""
-    return min(site.models, key=lambda model: models.size_of(model, site.inputs, site.imports).parameters)
+    return min(site.models, key=site.parameters_of)

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Box, Mechanism, Names, Oracle, Slots
+from fedalloy.core.alloy import Mechanism, Names, Slots
 from fedalloy.core.net import Outputs
 from fedalloy.core.parameters import Momentum
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items, Slot
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 Kind = Literal["features", "probabilities", "logits"]
 
@@ -57,25 +57,25 @@ class ClassMeans(Mechanism):
             "counts": Slot("sum", ("classes",), torch.int64),
         }
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         classes = server.site.inputs.classes
         width = server.site.net.width if self.of == "features" else classes
         my.keep["means"] = torch.eye(classes) if self.identity else torch.zeros(classes, width)
         my.keep["seen"] = torch.full((classes,), self.identity)
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         return {"means": my.keep["means"], "seen": my.keep["seen"]}
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         means, counts = self.measured(client, my)
         return {"means": means, "counts": counts.clamp(max=1) if self.uniform else counts}
 
-    def measured(self, client: Client, my: Box) -> tuple[Tensor, Tensor]:
+    def measured(self, client: ClientView, my: Box) -> tuple[Tensor, Tensor]:
         """A row for each class that this client holds, and how many samples of each class it is the mean of."""
         said = torch.cat([_said(self.of, out) for out in client.outputs(client.data.x)])
         return held_means(said, client.data.y), client.data.counts
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         held, old = got["counts"] > 0, my.keep["means"]
         mixed = torch.lerp(got["means"], old, self.momentum) if self.momentum else got["means"]
         fresh = torch.where(my.keep["seen"][:, None], mixed, got["means"])
@@ -91,25 +91,25 @@ class ClassMeans(Mechanism):
 class RunningMeans(ClassMeans):
     """ClassMeans of all that the model says while it trains, in place of a pass over the data at the end."""
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         width = client.net.width if self.of == "features" else client.data.classes
         my.memo["sums"] = client.received.new_zeros(client.data.classes, width, dtype=torch.float64)
         my.memo["counts"] = torch.zeros_like(client.data.counts)
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         my.memo["sums"].index_add_(0, step.y, _said(self.of, step.out).double())
         my.memo["counts"] += torch.bincount(step.y, minlength=len(my.memo["counts"]))
         return g
 
-    def measured(self, client: Client, my: Box) -> tuple[Tensor, Tensor]:
+    def measured(self, client: ClientView, my: Box) -> tuple[Tensor, Tensor]:
         counts = my.memo["counts"]
         held = counts > 0
         means = my.memo["sums"][held] / counts[held, None]
         return means.to(client.weights.flat.dtype), counts
 
 
-def prototypes(client: Client) -> tuple[Tensor, Tensor]:
+def prototypes(client: ClientView) -> tuple[Tensor, Tensor]:
     """What the mail brought of class means of features: a row for each class, and which rows mean something."""
     got = next(client.box(piece).got for piece in client.method if "class means of features" in piece.gives)
     return got["means"], got["seen"]
@@ -123,7 +123,7 @@ def each_mean() -> Slots:
     }
 
 
-def mean_features(client: Client) -> Items:
+def mean_features(client: ClientView) -> Items:
     """What fills these slots: a row for each class that this client holds, of the model as it stands."""
     means, counts = ClassMeans("features").measured(client, Box())
     return {"means": means, "held": counts > 0}

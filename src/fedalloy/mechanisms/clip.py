@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Box, Mechanism, Oracle
+from fedalloy.core.alloy import Mechanism
 from fedalloy.core.parameters import Positive
-from fedalloy.round.client import Client, Step
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, StepView
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Clip(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["spans"] = [client.weights.span(part) for part in ("main", "aux")]
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         for span in my.memo["spans"]:
             g[span] *= torch.clamp(self.norm / (g[span].norm() + 1e-6), max=1.0)

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedalloy import models
 from fedalloy.core.alloy import Mechanism
 from fedalloy.core.parameters import Width
+from fedalloy.core.views import ReplicaView
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class CommonWidth(Mechanism):
 
     claims = frozenset({"the width of features"})
 
-    def build(self, site: Site) -> None:
-        width = self.width or min(models.width_of(model, site.inputs, site.imports) for model in site.models)
+    def build(self, site: ReplicaView) -> None:
+        width = self.width or min(site.width_of(model) for model in site.models)
         net = site.net
         if width == net.width:
             return

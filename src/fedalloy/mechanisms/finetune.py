@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from fedalloy.core.alloy import Box, Mechanism, Phase
+from fedalloy.core.alloy import Mechanism
 from fedalloy.core.parameters import AtLeastOne, Positive
-from fedalloy.round.client import Client
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientView
 
 
 @dataclass(frozen=True)
@@ -22,5 +23,5 @@ class FineTune(Mechanism):
     def outermost(self) -> bool:  # whatever else makes up the personal model comes before
         return True
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         client.fit("finetune", Phase(self.epochs, self.part, self.lr))

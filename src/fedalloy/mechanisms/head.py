@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedalloy.core.alloy import Mechanism
+from fedalloy.core.views import ReplicaView
 from fedalloy.core.weights import Weights
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class HeadWithoutBias(Mechanism):
     claims = frozenset({"the head's bias"})
     gives = frozenset({"class weights"})
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         head = site.net.head
         if not isinstance(head, nn.Linear):
             raise FedAlloyError(f"{self} needs a linear head; {site.model} has {type(head).__name__}")

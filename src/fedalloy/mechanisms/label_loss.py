@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.round.client import Client
+from fedalloy.core.views import ClientView
 
 
 @torch.enable_grad()
-def label_loss(client: Client, index: Tensor) -> Tensor:
+def label_loss(client: ClientView, index: Tensor) -> Tensor:
     """The mean cross-entropy on some of a client's training samples, with the weights as they stand.
 
     Eval mode and no augmentation, so no running statistic moves and no chance is involved. Other mechanisms' losses

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Box, Mechanism
+from fedalloy.core.alloy import Mechanism
 from fedalloy.core.net import Outputs
-from fedalloy.round.client import Step
-from fedalloy.round.replica import seeded
+from fedalloy.core.random import seeded
+from fedalloy.core.state import Box
+from fedalloy.core.views import StepView
 
 FLOOR = 1e-8  # of the denominator: two perfect models have no cross-entropy
 
@@ -19,7 +20,7 @@ def divergence(a: Tensor, b: Tensor) -> Tensor:
     return F.kl_div(b.log_softmax(1), a.log_softmax(1), reduction="batchmean", log_target=True)
 
 
-def auxiliary_outputs(step: Step) -> Outputs:
+def auxiliary_outputs(step: StepView) -> Outputs:
     """The auxiliary model on this batch; it draws its dropout elsewhere and leaves the own model's alone."""
     at = step.client
     with seeded(at.seed, at.round, at.id, at.steps, "aux"):
@@ -37,7 +38,7 @@ class Mutual(Mechanism):
     needs = frozenset({"an auxiliary model"})
     claims = frozenset({"the auxiliary model's loss"})
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         aux = auxiliary_outputs(step)
         ce = F.cross_entropy(aux.logits, step.y)
         if not self.distil:
@@ -45,7 +46,7 @@ class Mutual(Mechanism):
         both = (ce + F.cross_entropy(step.out.logits, step.y)).detach() if self.adaptive else torch.ones(())
         return ce + self.gap(step, aux) / both.clamp(min=FLOOR)
 
-    def gap(self, step: Step, aux: Outputs) -> Tensor:
+    def gap(self, step: StepView, aux: Outputs) -> Tensor:
         """What the models disagree in; every term reaches one of them only."""
         own = step.out.logits
         return divergence(own.detach(), aux.logits) + divergence(aux.logits.detach(), own)

@@ -11,14 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import AlloyConflict, Box, Folded, Mechanism
+from fedalloy.core.alloy import AlloyConflict, Folded, Mechanism
 from fedalloy.core.parameters import Chance, Noise, Positive
 from fedalloy.core.random import gaussian
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ReplicaView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.client import Client
-from fedalloy.round.replica import Site
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Private(Mechanism):
             return "what it decodes may be longer than what was clipped, unless where=client"
         return None
 
-    def fits(self, site: Site) -> None:
+    def fits(self, site: ReplicaView) -> None:
         for piece in site.method:
             bare = [f"{piece.label}.{name}" for name, slot in piece.up.items() if not _covered(slot)]
             for key in bare:
@@ -71,7 +70,7 @@ class Private(Mechanism):
                         "neither clipped nor noised; keep them there ('fedavg(buffers=local)') or take another model"
                     )
 
-    def seal(self, client: Client, my: Box, items: Items) -> Items:
+    def seal(self, client: ClientView, my: Box, items: Items) -> Items:
         slots, shared = client.site.additive("up"), client.received[client.site.shared].double()
         origins = {key: shared if slot.relative else torch.zeros(()) for key, slot in slots.items()}
         moves = [items[key].double() - origin for key, origin in origins.items()]
@@ -85,7 +84,7 @@ class Private(Mechanism):
         ends = [origin + move for origin, move in zip(origins.values(), moves, strict=True)]
         return items | {key: end.to(items[key].dtype) for key, end in zip(slots, ends, strict=True)}
 
-    def folded(self, server: Server, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
         keys = [key.rpartition(".")[::2] for key in server.site.additive("up")]
         means = [got[label][name] for label, name in keys]
         counter = server.secret, server.seed, server.round, "server", "privacy"

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Box, Mechanism, Names, Slots
+from fedalloy.core.alloy import Mechanism, Names, Slots
 from fedalloy.core.parameters import Positive
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.weights import BASE
 from fedalloy.core.wire import Items, Slot
-from fedalloy.round.client import Client
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,29 @@ class Share(Mechanism):
         fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
         return {"weights": Slot(fold, relative=True), "buffers": Slot(fold, ("buffers",))}
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         site = server.site
         server.weights = site.initial[site.weights.span(self.part)].clone()
         server.buffers = self._sent(site.initial_buffers[site.weights.buffer_span(self.part)])
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         return {"weights": server.weights, "buffers": server.buffers}
 
-    def load(self, client: Client, my: Box) -> None:
+    def load(self, client: ClientView, my: Box) -> None:
         client.weights.flat[client.weights.span(self.part)] = my.got["weights"]
         if self.buffers == "average":
             client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         return {
             "weights": client.weights.flat[client.weights.span(self.part)].clone(),
             "buffers": self._sent(client.weights.buffers[client.weights.buffer_span(self.part)]),
         }
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         self.step(server, got["weights"], got["buffers"])
 
-    def step(self, server: Server, average: Tensor, buffers: Tensor) -> None:
+    def step(self, server: ServerView, average: Tensor, buffers: Tensor) -> None:
         """Move the shared weights towards (for server_lr 1: onto) an average."""
         server.previous = server.weights
         server.weights = (

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Box, Mechanism, Names, Oracle
+from fedalloy.core.alloy import Mechanism, Names
 from fedalloy.core.parameters import AtLeastOne, Share01
 from fedalloy.core.random import generator
-from fedalloy.round.client import Step
-from fedalloy.round.replica import Site
+from fedalloy.core.state import Box
+from fedalloy.core.views import Oracle, ReplicaView, StepView
 
 Draw = Literal["haar", "gaussian", "coordinate"]
 Side = Literal["left", "longer", "input"]
@@ -61,21 +61,21 @@ class Subspace(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         return step.client.as_sent(oracle(step))
 
-    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
         return torch.cat([block.coded(value) for block in self.blocks(site, round)])
 
-    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
         blocks = self.blocks(site, round)
         pieces = torch.split(coded, [block.cut.coded_size for block in blocks])
         return torch.cat([block.full(piece) for block, piece in zip(blocks, pieces, strict=True)])
 
-    def coded_size(self, site: Site) -> int:
+    def coded_size(self, site: ReplicaView) -> int:
         return sum(cut.coded_size for cut in self.cuts(site))
 
-    def cuts(self, site: Site) -> "list[Cut]":
+    def cuts(self, site: ReplicaView) -> "list[Cut]":
         """The flat vector, tensor by tensor."""
         layout = site.weights.layout
         if self.scope == "whole":
@@ -85,7 +85,7 @@ class Subspace(Mechanism):
             for name, span in layout.spans.items()
         ]
 
-    def blocks(self, site: Site, round: int) -> "list[Block]":
+    def blocks(self, site: ReplicaView, round: int) -> "list[Block]":
         """The cuts with this round's projectors, drawn once for all clients."""
         epoch = self.epoch(round)
         drawn: dict[int, list[Block]] = site.memo.setdefault("subspace", {})
@@ -115,7 +115,7 @@ class Subspace(Mechanism):
         whole = rows < max(self.min_rows, 2)
         return Cut(name, span, shape, 0 if whole else max(1, round(self.ratio * rows)))
 
-    def _block(self, site: Site, epoch: int, cut: "Cut") -> "Block":
+    def _block(self, site: ReplicaView, epoch: int, cut: "Cut") -> "Block":
         if not cut.rank:
             return Block(cut)
         p = projector(cut.shape[1], cut.rank, generator(site.seed, epoch, cut.name, "subspace"), self.draw)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fedalloy.core.alloy import Mechanism
 from fedalloy.core.parameters import AtLeastOne, Share01
+from fedalloy.core.views import ReplicaView
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class SVD(Mechanism):
     def elastic(self) -> bool:
         return True
 
-    def energy(self, site: Site, round: int) -> float:
+    def energy(self, site: ReplicaView, round: int) -> float:
         """T(t) = T_start + (t + 1) / T_rounds (T_end - T_start); rounds are counted from 1, t from 0."""
         last = self.rounds or site.rounds or round
         return self.t_start + min(round / last, 1.0) * (self.t_end - self.t_start)
 
-    def encode(self, site: Site, value: Tensor, round: int) -> Tensor:
+    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
         matrices, energy = matrices_of(site), self.energy(site, round)
         pieces = list(torch.split(value, [matrix.size for matrix in matrices]))
         ranks = []
@@ -46,17 +46,17 @@ class SVD(Mechanism):
                 ranks.append(float(rank))
         return torch.cat([value.new_tensor(ranks), *pieces])
 
-    def decode(self, site: Site, coded: Tensor, round: int) -> Tensor:
+    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
         matrices, ranks, lengths = read(site, coded)
         if len(coded) != sum(lengths):
             raise FedAlloyError(f"{len(coded)} numbers are no matrices of the ranks they begin with")
         _, *pieces = torch.split(coded, lengths)
         return torch.cat([m.rebuilt(k, piece) for m, k, piece in zip(matrices, ranks, pieces, strict=True)])
 
-    def coded_size(self, site: Site) -> int:
+    def coded_size(self, site: ReplicaView) -> int:
         return sum(matrix.size + matrix.pays for matrix in matrices_of(site))
 
-    def split(self, site: Site, coded: Tensor) -> Sequence[Tensor]:
+    def split(self, site: ReplicaView, coded: Tensor) -> Sequence[Tensor]:
         found = []
         while len(coded):
             length = sum(read(site, coded)[2])
@@ -115,7 +115,7 @@ class Matrix:
         return ((U.view(self.P, rank) * sigma) @ V.view(rank, self.Q)).flatten()
 
 
-def matrices_of(site: Site) -> list[Matrix]:
+def matrices_of(site: ReplicaView) -> list[Matrix]:
     """The shared weights, tensor by tensor."""
     layout, shared = site.weights.layout, site.shared
     inside = [name for name, (a, b) in layout.spans.items() if shared.start <= a and b <= shared.stop]
@@ -123,7 +123,7 @@ def matrices_of(site: Site) -> list[Matrix]:
     return [Matrix(shape[:1].numel(), shape[1:].numel()) for shape in shapes]
 
 
-def read(site: Site, coded: Tensor) -> tuple[list[Matrix], list[int], list[int]]:
+def read(site: ReplicaView, coded: Tensor) -> tuple[list[Matrix], list[int], list[int]]:
     """All matrices, the rank of each (0 where none is told), and the lengths of what travels: first the ranks."""
     matrices = matrices_of(site)
     head = sum(matrix.pays for matrix in matrices)

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class BalancedSoftmax(Mechanism):
     absent_count: Literal[0, 1] = 1
     tau_prior: NonNegative = 1.0
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["prior"] = self.tau_prior * log_prior(client.data.counts, self.absent_count)
 
-    def task(self, step: Step, my: Box) -> Tensor | None:
+    def task(self, step: StepView, my: Box) -> Tensor | None:
         if not self.tau_prior:
             return None
         return F.cross_entropy(step.out.logits + my.memo["prior"], step.y)

@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, Momentum, NonNegative, Positive, Samples
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientData, ReplicaView, ServerView, outputs
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.head import classifier
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import ClientData, outputs
-from fedalloy.round.replica import Site
-from fedalloy.round.server import Server
 
 Covariance = Literal["full", "diag"]
 Moments = tuple[Tensor, Tensor, Tensor]  # n_c of all classes; mean and covariance of each class with n_c > 0
@@ -116,12 +115,12 @@ class VirtualFeatures(Mechanism):
             "covariances": Slot("class_mean", ("held", *wide), counts="counts"),
         }
 
-    def tell(self, site: Site, data: ClientData) -> Items:
+    def tell(self, site: ReplicaView, data: ClientData) -> Items:
         z = torch.cat([out.features for out in outputs(site.net, data, data.x)])
         counts, means, covariances = moments(z, data.y, data.classes, self.cov)
         return {"counts": counts, "means": means.to(z.dtype), "covariances": covariances.to(z.dtype)}
 
-    def hear(self, server: Server, my: Box, told: Iterator[Reply]) -> None:
+    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
         site, said = server.site, (reply.items for reply in told)
         parts = ((one["counts"], one["means"], one["covariances"]) for one in said)
         gaussians = pooled(parts, site.inputs.classes, site.net.width, self.cov)
@@ -153,7 +152,7 @@ class VirtualFeatures(Mechanism):
         return features.clamp(min=0) if self.relu_clip else features, classes.repeat_interleave(self.samples)
 
     @torch.enable_grad()
-    def calibrate(self, site: Site, z: Tensor, y: Tensor, draw: torch.Generator) -> None:
+    def calibrate(self, site: ReplicaView, z: Tensor, y: Tensor, draw: torch.Generator) -> None:
         """Cross-entropy on the virtual features, the classifier's weights alone."""
         leaf = site.weights.flat[classifier(site.weights)].detach()
         optimiser = torch.optim.SGD([leaf], lr=self.head_lr, momentum=self.head_momentum)
@@ -165,7 +164,7 @@ class VirtualFeatures(Mechanism):
                 leaf.grad = site.weights.grad[classifier(site.weights)]
                 optimiser.step()
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         if "calibrated" not in my.keep:
             return {}
         return {"global": my.keep["calibrated"], "uncalibrated": my.keep["uncalibrated"]}

@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, NonNegative, Positive, Share01
 from fedalloy.core.random import generator
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientData, ClientView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, ClientData, Step
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,17 @@ class PersonalModel(Mechanism):
     needs = frozenset({"global model"})
     claims = frozenset({"the personal model"})
 
-    def born(self, client: Client, my: Box) -> None:
+    def born(self, client: ClientView, my: Box) -> None:
         self._remember(client, my)  # v_k starts at the initial w
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         pull = max(self.candidates or (self.lam,)) * self._rate(client)
         if client.local.optimizer == "sgd" and not client.local.momentum and pull >= 2:
             raise FedAlloyError(
                 f"{self} overshoots: lam times the learning rate is {pull:g} and must stay below 2; lower either"
             )
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         ended = client.weights.flat.clone(), client.weights.buffers.clone()
         self.adapt(client, my)
         steps = client.local.steps if self.epochs is None else None
@@ -60,23 +61,23 @@ class PersonalModel(Mechanism):
         client.weights.load(*ended)
         return {}
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         client.weights.load(my.keep["v"], my.keep["statistics"])
 
-    def _remember(self, client: Client, my: Box) -> None:
+    def _remember(self, client: ClientView, my: Box) -> None:
         my.keep["v"], my.keep["statistics"] = client.weights.flat.clone(), client.weights.buffers.clone()
 
-    def _rate(self, client: Client) -> float:
+    def _rate(self, client: ClientView) -> float:
         return replace(client.local, lr=self.lr or client.local.lr).rate(client.round)
 
-    def _pulled(self, held: ClientData | None, step: Step) -> Tensor:
+    def _pulled(self, held: ClientData | None, step: StepView) -> Tensor:
         """grad l(v) + lam (v - w_t)."""
         g, away = step.client.plain_gradient(step), step.weights - step.client.received
         if held is None:
             return g + self.lam * away
         return min((g + lam * away for lam in self.candidates), key=partial(self._loss_after, held, step))
 
-    def _loss_after(self, held: ClientData, step: Step, g: Tensor) -> float:
+    def _loss_after(self, held: ClientData, step: StepView, g: Tensor) -> float:
         """The loss on held-out samples after a plain step along g, which is then taken back."""
         v = step.weights.clone()
         step.weights.sub_(g, alpha=self._rate(step.client))
@@ -84,7 +85,7 @@ class PersonalModel(Mechanism):
         step.weights.copy_(v)
         return float(F.cross_entropy(logits, held.y))
 
-    def _split(self, client: Client) -> tuple[ClientData, ClientData]:
+    def _split(self, client: ClientView) -> tuple[ClientData, ClientData]:
         """The client's samples for training v_k and for the choice of lam, the same in every round."""
         data = client.data
         order = torch.randperm(data.samples, generator=generator(client.seed, client.id, "validation"))

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Count, NonNegative, Percent
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ALA(Mechanism):
     needs = frozenset({"global model"})
     claims = frozenset({"the personal model"})
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if "w_k" not in my.keep:
             return  # the first participation starts from w
         top, first = self._top(client), "W" not in my.keep
@@ -59,11 +60,11 @@ class ALA(Mechanism):
         my.keep["W"] = W
         client.weights.flat[top] = mixed(w, w_k, W)
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         my.keep["w_k"], my.keep["buffers"] = client.weights.flat.clone(), client.weights.buffers.clone()
         return {}
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         if "w_k" not in my.keep:
             return
         if not self.ala_all:
@@ -72,7 +73,7 @@ class ALA(Mechanism):
             top = self._top(client)
             client.weights.flat[top] = mixed(client.received[top], my.keep["w_k"][top], my.keep["W"])
 
-    def _batches(self, client: Client) -> tuple[Tensor, ...]:
+    def _batches(self, client: ClientView) -> tuple[Tensor, ...]:
         """A random s percent of the client's samples; every pass goes through the same batches."""
         count = max(1, int(client.data.samples * self.rand_percent / 100))
         order = torch.randperm(client.data.samples, generator=client.rng("ala"))
@@ -82,7 +83,7 @@ class ALA(Mechanism):
         last = torch.tensor(losses[-self.num_pre_loss :], dtype=torch.float64)
         return len(losses) > self.num_pre_loss and float(last.std(correction=0)) < self.threshold
 
-    def _top(self, client: Client) -> slice:
+    def _top(self, client: ClientView) -> slice:
         """The last p layers."""
         return client.weights.span(f"-{self.num_ala_layers}:" if self.num_ala_layers else "main")
 
@@ -92,7 +93,7 @@ def mixed(w: Tensor, w_k: Tensor, W: Tensor) -> Tensor:
     return torch.lerp(w_k, w, W)
 
 
-def slope(client: Client, index: Tensor, top: slice) -> tuple[float, Tensor]:
+def slope(client: ClientView, index: Tensor, top: slice) -> tuple[float, Tensor]:
     """The loss on a batch, and its gradient by the top layers' weights alone."""
     spans, loss = client.weights.layout.spans, label_loss(client, index)
     upper = [p for name, p in client.net.named_parameters() if top.start <= spans[name][0] < top.stop]

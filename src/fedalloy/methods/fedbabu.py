@@ -9,16 +9,15 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Phase, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Count, Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientView, ReplicaView, ServerView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.finetune import FineTune
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client
-from fedalloy.round.replica import Site
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,15 @@ class FixedHead(Share):
     def shares(self) -> str:
         return ""  # the server holds phi_0 as well
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         super().open(server, my)
         if 0 < len(server.buffers) < server.site.weights.buffer_span(":").stop:
             raise FedAlloyError(f"{self} would fix layers with running statistics; fix fewer layers")
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, self.part, steps=client.local.steps)]
 
-    def shown(self, server: Server, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
+    def shown(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
         return {"global": server.site.whole(self.part, server.weights, server.buffers)}
 
 
@@ -61,7 +60,7 @@ class OrthogonalHead(Mechanism):
 
     claims = frozenset({"the neck"})  # who changes the neck brings a new head
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         head = site.net.head
         if not isinstance(head, nn.Linear):
             raise FedAlloyError(f"{self} needs a linear head; {site.model} has {type(head).__name__}")

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Positive, Width
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ReplicaView, StepView
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.methods.balancedsoftmax import log_prior
 from fedalloy.methods.feddecorr import Decorr, z_scores
 from fedalloy.methods.fedetf import ETF, fedetf
-from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Site
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
@@ -66,7 +66,7 @@ class LDDecorr(Mechanism):
 
     claims = frozenset({"the decorrelation of features"})
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         if self.beta and not any(isinstance(m, NORMS) for m in site.net.body.modules()):
             warnings.warn(
                 f"LDDecorr leaves the scale of features free and {site.model} has no normalisation layer: they may "
@@ -75,7 +75,7 @@ class LDDecorr(Mechanism):
                 stacklevel=2,
             )
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not self.beta or len(step.y) < 2:
             return None
         z = bounded(step.out.features, self.grad_limit)
@@ -104,7 +104,7 @@ class PBA(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans("features"),)
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         prototypes = client.box(self.brings[0]).got
         seen = prototypes["seen"]
         my.memo["P"] = prototypes["means"][seen]
@@ -116,18 +116,18 @@ class PBA(Mechanism):
         my.memo["place"] = seen.cumsum(0) - 1  # of a class among those with a prototype
         my.memo["seen"] = seen
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not self.gamma or not len(my.memo["P"]):
             return None  # round 0: no prototypes yet
         terms = [term(step, my) for term, on in ((self._pa, self.pa), (self._fa, self.fa)) if on]
         return self.gamma * torch.stack(terms).sum() if terms else None
 
-    def _pa(self, step: Step, my: Box) -> Tensor:
+    def _pa(self, step: StepView, my: Box) -> Tensor:
         mu = step.client.net.neck(my.memo["P"])
         gaps: Tensor = 0.5 * (1 - (mu * my.memo["V"]).sum(1)).square()
         return gaps.sum() if self.pa_reduction == "sum" else gaps.mean()
 
-    def _fa(self, step: Step, my: Box) -> Tensor:
+    def _fa(self, step: StepView, my: Box) -> Tensor:
         known = my.memo["seen"][step.y]
         z = F.normalize(step.out.features[known], dim=1)
         scores = z @ my.memo["unit P"].T / self.tau + my.memo["prior"]

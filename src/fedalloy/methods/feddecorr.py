@@ -8,11 +8,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import StepView
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Step
 
 
 def z_scores(z: Tensor, var_eps: float = 1e-8) -> Tensor:
@@ -46,7 +47,7 @@ class Decorr(Mechanism):
 
     claims = frozenset({"the decorrelation of features"})
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not self.beta or len(step.y) < 2:
             return None
         return self.beta * decorrelation(step.out.features, self.norm, self.var_eps)

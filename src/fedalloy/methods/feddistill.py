@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.mechanisms.class_means import RunningMeans
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class OutputDistillation(Mechanism):
             else {}
         )
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         if self.leave_one_out:
             my.keep["held"] = torch.zeros(server.info.clients, server.site.inputs.classes, dtype=torch.bool)
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         held = my.keep.get("held")
         return {} if held is None else {"holders": held.sum(0), "mine": held[client]}
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         got = client.box(self._means).got
         rows, known = got["means"], got["seen"]
         if self.leave_one_out and "own" in my.keep:
@@ -67,25 +67,25 @@ class OutputDistillation(Mechanism):
         my.memo["targets"] = rows.softmax(1) if self.output == "logits" else rows
         my.memo["known"] = known
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         known = my.memo["known"][step.y]
         if not self.lam or not bool(known.any()):
             return None  # round 0, or no row for any of these classes
         targets = my.memo["targets"][step.y[known]]
         return self.lam * F.cross_entropy(step.out.logits[known], targets, reduction="sum") / len(step.y)
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         if self.leave_one_out:
             means, counts = self._means.measured(client, client.box(self._means))
             my.keep["own"] = means.new_zeros(len(counts), means.shape[1])
             my.keep["own"][counts > 0] = means
         return {}
 
-    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
         if self.leave_one_out:
             my.memo[str(reply.client)] = reply.items[f"{self._means.label}.counts"] > 0
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         if self.leave_one_out:
             renewed = torch.stack(list(my.memo.values())).any(0)
             my.keep["held"] = my.keep["held"] & ~renewed

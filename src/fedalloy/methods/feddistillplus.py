@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Momentum, NonNegative
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class SoftLabelDistillation(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans("probabilities", self.sl_momentum, identity=True),)
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["omega"] = client.box(self.brings[0]).got["means"]
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not self.lam:
             return None
         omega = my.memo["omega"][step.y]

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Findings, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.diagnostics import Seen
 from fedalloy.core.parameters import AtLeastOne, Momentum, NonNegative, Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Findings, ServerView, StepView
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.head import HeadWithoutBias
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class DW(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return HeadWithoutBias(), ClassMeans("probabilities", self.sl_momentum, identity=True)  # Omega_1 = I
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["omega"] = client.box(self.brings[1]).got["means"]
         my.memo["mu"] = self.mu / self.mu_decay ** ((client.round - 1) // self.mu_decay_every)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not my.memo["mu"]:
             return None
         omega = step.client.net.head.weight
@@ -50,7 +50,7 @@ class DW(Mechanism):
         loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(omega), my.memo["omega"])
         return loss
 
-    def examine(self, server: Server, my: Box, seen: Seen) -> Findings:
+    def examine(self, server: ServerView, my: Box, seen: Seen) -> Findings:
         omega, weights = server.box(self.brings[1]).keep["means"], seen.net.head.weight
         assert isinstance(weights, Tensor)
         relations = class_relations(weights.detach())
@@ -60,7 +60,7 @@ class DW(Mechanism):
             "distance of class relations to soft labels": float((omega - relations).norm()),
         }
 
-    def examine_client(self, client: Client, my: Box) -> Findings:
+    def examine_client(self, client: ClientView, my: Box) -> Findings:
         weights = client.net.head.weight
         assert isinstance(weights, Tensor)
         share = client.data.counts / client.data.samples

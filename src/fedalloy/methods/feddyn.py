@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Dynamic(Mechanism):
     needs = frozenset({"uniform weights", "global model"})
     claims = frozenset({"the server's step"})
 
-    def born(self, client: Client, my: Box) -> None:
+    def born(self, client: ClientView, my: Box) -> None:
         my.keep["g"] = client.weights.zeros()
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step) - my.keep["g"]
         g += self._alpha(step.client) * (step.weights - step.client.received)
         if self.max_grad_norm is not None:
             g *= torch.clamp(self.max_grad_norm / (g.norm() + 1e-6), max=1.0)
         return g
 
-    def sent(self, client: Client, my: Box, items: Items) -> None:
+    def sent(self, client: ClientView, my: Box, items: Items) -> None:
         w_k = items.get("share.weights", client.weights.flat)  # what h will see of it, sealed or not
         my.keep["g"] -= self._alpha(client) * (w_k - client.received)  # = grad L_k at a minimiser of R_k
 
@@ -54,22 +54,22 @@ class Dynamic(Mechanism):
             return "it scales by the number of samples, which nobody is told"
         return None
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         my.keep["h"] = torch.zeros_like(server.weights)
         my.keep["mean"] = server.weights
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         mean = my.keep["mean"] = server.weights
         my.keep["h"] = my.keep["h"] - self.alpha * server.participation * (
             mean - server.previous
         )  # 1/m, all clients
         server.weights = mean - my.keep["h"] / self.alpha
 
-    def shown(self, server: Server, my: Box) -> dict[str, Tensor]:
+    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         models = {"mean": my.keep["mean"], "server": server.weights}
         return {"global": models[self.eval_model], **models}
 
-    def _alpha(self, client: Client) -> float:
+    def _alpha(self, client: ClientView) -> float:
         if not self.size_scaled:
             return self.alpha
         return self.alpha * client.info.samples / (client.info.clients * client.data.samples)

@@ -15,10 +15,10 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Positive, Width
 from fedalloy.core.random import generator
 from fedalloy.core.registry import recipe
+from fedalloy.core.views import ReplicaView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.balancedsoftmax import BalancedSoftmax
-from fedalloy.round.replica import Site
 
 
 def simplex_etf(dim: int, classes: int, draw: torch.Generator) -> Tensor:
@@ -67,7 +67,7 @@ class ETFHead(Mechanism):
     gives = frozenset({"an ETF head"})
     spoils = frozenset({"class weights"})  # those of V never change
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         classes = site.inputs.classes
         dim = self.etf_dim or classes
         site.net.neck = Projection(site.net.width, dim)

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import Fraction, NonNegative, Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import held_means
 from fedalloy.mechanisms.head import classifier
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 
 def first_anchors(classes: int, width: int, draw: torch.Generator) -> Tensor:
@@ -64,21 +64,21 @@ class Anchors(Mechanism):
         held = Slot("class_mean", ("held", "features"), counts="counts")
         return {"anchors": held, "counts": Slot("sum", ("classes",), torch.int64)}
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         classes, width = server.site.inputs.classes, server.site.net.width
         my.keep["anchors"] = first_anchors(classes, width, server.rng("anchors"))
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         return {"anchors": my.keep["anchors"]}
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["moving"] = my.got["anchors"].clone()
         self._new_epoch(my, 0)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         return self.lam * distance(step.out.features, step.y, my.got["anchors"]) if self.lam else None
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         if step.epoch != my.memo["epoch"]:
             self._move(my)
             self._new_epoch(my, step.epoch)
@@ -89,13 +89,13 @@ class Anchors(Mechanism):
         my.memo["batches"] += 1
         return g
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         self._move(my)
         if not self.class_weighted:
             return {"anchors": my.memo["moving"]}
         return {"anchors": my.memo["moving"][client.data.counts > 0], "counts": client.data.counts}
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         held = (got["counts"] > 0)[:, None] if self.class_weighted else torch.tensor(True)
         my.keep["anchors"] = torch.where(held, got["anchors"], my.keep["anchors"])
 
@@ -127,24 +127,24 @@ class AnchoredHead(Mechanism):
     def outermost(self) -> bool:
         return True  # it moves weights between two steps, while no wrapper is looking
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         leaf = client.weights.flat[classifier(client.weights)].detach()
         make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[self.optimizer]
         my.memo.update(leaf=leaf, optimiser=make([leaf], lr=self.lr), epoch=0)
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         new_epoch, my.memo["epoch"] = step.epoch != my.memo["epoch"], step.epoch
         due = {"batch": step.client.steps > 0, "before": True, "epoch": new_epoch, "after": False}
         if due[self.schedule]:
             self._calibrate(step.client, my)
         return oracle(step)
 
-    def trained(self, client: Client, my: Box) -> None:
+    def trained(self, client: ClientView, my: Box) -> None:
         if client.steps and self.schedule != "before":
             self._calibrate(client, my)
 
     @torch.enable_grad()
-    def _calibrate(self, client: Client, my: Box) -> None:
+    def _calibrate(self, client: ClientView, my: Box) -> None:
         net, weights = client.net, client.weights
         given = client.method.find(Anchors)
         assert given is not None

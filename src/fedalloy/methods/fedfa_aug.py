@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.measure import samples
 from fedalloy.core.net import Inputs, in_order
 from fedalloy.core.parameters import Fraction, Momentum
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ReplicaView, ServerView
 from fedalloy.core.wire import Reply
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.replica import Site
-from fedalloy.round.server import Server
 
 EPS = 1e-6
 
@@ -96,7 +96,7 @@ class Augmented(Mechanism):
 
     needs = frozenset({"global model", "averaged statistics"})
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         body = site.net.body
         if not self.prob:
             return
@@ -117,12 +117,12 @@ class Augmented(Mechanism):
                 longer.append(Jitter(ends[place], self.prob, self.momentum))
         site.net.body = longer
 
-    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
         views = server.site.weights.buffer_layout.views(reply.items["share.buffers"])
         for name in layers(server.site.net):
             my.memo.setdefault(name, []).append(views[f"{name}.statistics"].double())
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         if len(server.participants) < 2:
             return  # one client has no variance: the old one stays
         server.buffers = server.buffers.clone()

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import NOTHING, Alloy, Box, Mechanism, Names, Slots, alloy
+from fedalloy.core.alloy import NOTHING, Alloy, Mechanism, Names, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, NonNegative, Positive
+from fedalloy.core.reduce import Fold
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientData, ClientView, ReplicaView, ServerView, StepView, outputs
 from fedalloy.core.wire import Items, Reply
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, ClientData, Step, outputs
-from fedalloy.round.replica import Site
-from fedalloy.round.server import Fold, Server
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class ClassAnchors(ClassMeans):
     def told(self) -> Slots:
         return {} if self.one_trip else self._anchors
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         return super().finish(client, my) if self.one_trip else {}
 
-    def tell(self, site: Site, data: ClientData) -> Items:
+    def tell(self, site: ReplicaView, data: ClientData) -> Items:
         z = torch.cat([out.features for out in outputs(site.net, data, data.x)])
         return {"means": held_means(z, data.y), "counts": data.counts}
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         if got:
             super().receive(server, my, self._equal(my, got) if self.equal_avg else got)
 
-    def hear(self, server: Server, my: Box, told: Iterator[Reply]) -> None:
+    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
         fold = Fold(self.told)
         for reply in told:
             fold.add(reply)
@@ -121,12 +121,12 @@ class Matching(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassAnchors(one_trip=self.one_trip, equal_avg=self.equal_avg),)
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         anchors = client.box(self.brings[0]).got
         my.memo["A"], my.memo["seen"] = anchors["means"], anchors["seen"]
         my.memo["on"] = bool(self.lam) and client.round - 1 >= self.start_round
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         known = my.memo["seen"][step.y]
         if not my.memo["on"] or not bool(known.any()):
             return None

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, AtLeastZero, NonNegative, Width
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import each_mean, labelled, mean_features
 from fedalloy.mechanisms.common_width import CommonWidth
-from fedalloy.round.client import Client
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,26 @@ class GlobalHead(Mechanism):
     def up(self) -> Slots:
         return each_mean()
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         server.weights = server.site.initial[server.site.shared].clone()
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         return {"weights": server.weights}
 
-    def load(self, client: Client, my: Box) -> None:
+    def load(self, client: ClientView, my: Box) -> None:
         client.weights.flat[client.site.shared] = my.got["weights"]
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         if self.evaluate == "trained":
             my.keep["head"] = client.weights.flat[client.site.shared].clone()
         return mean_features(client)
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         if "head" in my.keep:
             client.weights.flat[client.site.shared] = my.keep["head"]
 
     @torch.enable_grad()
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         means, y = labelled(got)
         flat = server.weights.clone().requires_grad_()
         optimiser = torch.optim.SGD([flat], lr=self.lr)
@@ -82,7 +82,7 @@ class GlobalHead(Mechanism):
         server.weights = flat.detach()
 
 
-def logits(server: Server, flat: Tensor, features: Tensor) -> Tensor:
+def logits(server: ServerView, flat: Tensor, features: Tensor) -> Tensor:
     """What a head with these weights says of features."""
     head = server.site.net.head
     shapes = {name: weight.shape for name, weight in head.named_parameters()}

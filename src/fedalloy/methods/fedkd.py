@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy import models
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.net import Outputs
 from fedalloy.core.parameters import AtLeastOne, Positive, Share01
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, ReplicaView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.auxiliary import Auxiliary, smallest
 from fedalloy.mechanisms.clip import Clip
@@ -20,8 +21,6 @@ from fedalloy.mechanisms.mutual import Mutual
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.svd import SVD
-from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Student(Auxiliary):
 
     gives = frozenset({"an auxiliary model", "a map of features"})
 
-    def build(self, site: Site) -> None:
-        student = models.build(self.model or smallest(site), site.inputs, site.imports)
+    def build(self, site: ReplicaView) -> None:
+        student = site.build_model(self.model or smallest(site))
         site.net.bridge = nn.Linear(student.width, site.net.width, bias=False)  # before aux: it stays private
         site.net.aux = student
 
@@ -45,7 +44,7 @@ class HiddenMutual(Mutual):
 
     needs = frozenset({"an auxiliary model", "a map of features"})
 
-    def gap(self, step: Step, aux: Outputs) -> Tensor:
+    def gap(self, step: StepView, aux: Outputs) -> Tensor:
         h_t, mapped = step.out.features, step.client.net.get_submodule("bridge")(aux.features)
         hidden = F.mse_loss(h_t, mapped.detach()) + F.mse_loss(mapped, h_t.detach())
         return super().gap(step, aux) + hidden
@@ -63,12 +62,12 @@ class StudentRate(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if client.local.optimizer != "sgd":
             raise FedAlloyError(f"{self} needs --optimizer sgd: others do not feel the length of a gradient")
         my.memo["span"], my.memo["factor"] = client.weights.span("aux"), self.lr / client.local.lr
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g, span, factor = oracle(step), my.memo["span"], my.memo["factor"]
         g[span] = factor * g[span] + (factor - 1) * step.client.local.weight_decay * step.weights[span]
         return g

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
 
 Form = Literal["softmax", "pairwise"]
 Absent = Literal["mask", "floor"]
@@ -45,12 +46,12 @@ class Calibration(Mechanism):
     form: Form = "softmax"
     absent: Absent = "mask"
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         counts = client.data.counts
         my.memo["margins"] = margins(counts, self.tau, self.absent)
         my.memo["pairwise"] = self.form == "pairwise" and int((counts > 0).sum()) > 1
 
-    def task(self, step: Step, my: Box) -> Tensor | None:
+    def task(self, step: StepView, my: Box) -> Tensor | None:
         calibrated = step.out.logits - my.memo["margins"]
         return (pairwise if my.memo["pairwise"] else F.cross_entropy)(calibrated, step.y)
 

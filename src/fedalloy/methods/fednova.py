@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from fedalloy.core.alloy import Alloy, Box, Names, Slots, alloy
+from fedalloy.core.alloy import Alloy, Names, Slots, alloy
 from fedalloy.core.parameters import Momentum, NonNegative
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.mechanisms.share import Share
 from fedalloy.methods.fedprox import Prox
-from fedalloy.round.client import Client
-from fedalloy.round.server import Server
 
 
 def normaliser(local: Local, lr: float, steps: int, mu: float = 0.0) -> float:
@@ -56,12 +56,12 @@ class Normalised(Share):
             "tau": Slot(shape=(), least=0),
         }
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         super().open(server, my)
         if self.server_momentum:
             my.keep["u"] = torch.zeros_like(server.weights)
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         prox = client.method.find(Prox)
         a = normaliser(client.local, client.lr, client.steps, prox.mu if prox else 0.0)
         span, buffers = client.weights.span(self.part), client.weights.buffer_span(self.part)
@@ -74,14 +74,14 @@ class Normalised(Share):
             ),  # the authors' tau_eff with a prox term
         }
 
-    def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
+    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
         sizes = [reply.samples if self.agg_weights == "size" else 1 for reply in replies]
         weights = [  # tau_k = 0 is left out
             size * float(reply.items["share.tau"] > 0) for size, reply in zip(sizes, replies, strict=True)
         ]
         return weights if any(weights) else [1.0] * len(replies)
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         update = got["tau"] * got["update"]
         if self.server_momentum:
             update = my.keep["u"] = self.server_momentum * my.keep["u"] + update

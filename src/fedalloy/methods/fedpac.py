@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import Count, NonNegative, Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ServerView, StepView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
 from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.simplex import simplex_minimum
 from fedalloy.methods.fedrep import Alternate
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 LEAST = 1e-3  # a smaller weight is taken as 0
 
@@ -42,14 +42,14 @@ class CentroidAlignment(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans(),)
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         got = client.box(ClassMeans()).got
         targets, seen, held = got["means"].clone(), got["seen"], client.data.counts > 0
         my.memo["targets"] = targets if bool(seen.any()) else None
         if bool(seen.any()) and bool((held & ~seen).any()):
             targets[held & ~seen] = held_means(features(client), client.data.y)[~seen[held]]
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         z, targets = step.out.features, my.memo["targets"]
         if not self.lam or targets is None or not z.requires_grad:
             return None
@@ -81,38 +81,39 @@ class HeadCombination(Mechanism):
     def up(self) -> Slots:
         return {"head": Slot("all"), "H": Slot("all", ("classes", "features")), "V": Slot("all", (), least=0)}
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         my.keep["mean"] = server.site.initial[server.site.weights.span(self.part)].clone()
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         first = server.site.initial[server.site.weights.span(self.part)]
         return {"head": my.keep.get(f"head{client}", first)}
 
-    def load(self, client: Client, my: Box) -> None:
+    def load(self, client: ClientView, my: Box) -> None:
         client.weights.flat[client.weights.span(self.part)] = my.got["head"]
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["H"], my.memo["V"] = statistics(features(client), client.data.y, client.data.classes)
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         head = client.weights.flat[client.weights.span(self.part)].clone()
         return {"head": head, "H": my.memo["H"], "V": my.memo["V"]}
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         H, V, heads = (torch.stack(list(got[name].values())).double() for name in ("H", "V", "head"))
         n = torch.tensor([reply.samples for reply in server.participants], dtype=torch.float64)
         combined = (combination(H.flatten(1), V) @ heads).to(server.weights.dtype)
         my.keep |= {f"head{k}": head.clone() for k, head in zip(got["head"], combined, strict=True)}
         my.keep["mean"] = (n / n.sum() @ heads).to(server.weights.dtype)
 
-    def shown(self, server: Server, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
-        body = next(piece.part for piece in server.method if isinstance(piece, Share))
-        flat, buffers = server.site.whole(body, server.weights, server.buffers)
+    def shown(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
+        share = server.method.find(Share)
+        assert share is not None  # fedpac shares the body
+        flat, buffers = server.site.whole(share.part, server.weights, server.buffers)
         flat[server.site.weights.span(self.part)] = my.keep["mean"]
         return {"global": (flat, buffers)}
 
 
-def features(client: Client) -> Tensor:
+def features(client: ClientView) -> Tensor:
     """Of all of a client's training samples, by the model as it stands."""
     return torch.cat([out.features for out in client.outputs(client.data.x)])
 

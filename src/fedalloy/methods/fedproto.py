@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Width
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.class_means import ClassMeans, RunningMeans, prototypes
 from fedalloy.mechanisms.common_width import CommonWidth
-from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class PrototypePull(Mechanism):
 
     needs = frozenset({"class means of features"})
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["P"], my.memo["seen"] = prototypes(client)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         known = my.memo["seen"][step.y]
         if not self.lam or not bool(known.any()):
             return None
@@ -46,7 +47,7 @@ class NearestPrototype(Mechanism):
 
     needs = frozenset({"class means of features"})
 
-    def predict(self, step: Step, my: Box) -> Tensor | None:
+    def predict(self, step: StepView, my: Box) -> Tensor | None:
         means, seen = prototypes(step.client)
         if not bool(seen.any()):
             return None

@@ -10,12 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Fraction, NonNegative
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Prox(Mechanism):
 
     needs = frozenset({"shared weights"})
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         if self.mu:
             span = step.client.weights.span(self.part)
@@ -42,7 +43,7 @@ class Stragglers(Mechanism):
     fraction: Fraction = 0.0
     epochs: tuple[AtLeastOne, ...] = ()
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase] | None:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
         if client.local.steps is not None:
             raise FedAlloyError(
                 "stragglers save epochs, but local work is counted in steps; leave --steps out"

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Depth, Fraction, NonNegative, Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ReplicaView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.clip import Clip
 from fedalloy.mechanisms.levels import Levels, depths
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Site
 
 Form = Literal["mined", "full"]
 
@@ -40,16 +40,16 @@ class Relaxed(Mechanism):
     topk_neg: AtLeastOne = 2
     levels: tuple[Depth, ...] = ()
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         found = max(1, len(depths(site.net, site.inputs)))
         if self.levels and max(self.levels) >= found:
             raise FedAlloyError(f"{self}: {site.model} has the levels 0 to {found - 1}; pick among these")
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if (self.w_s or self.w_p) and "levels" not in client.site.memo:
             client.site.memo["levels"] = Levels(client.net, client.site.inputs)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not self.w_s and not self.w_p:
             return None
         heard: Levels = step.client.site.memo["levels"]

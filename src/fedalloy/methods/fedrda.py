@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import NOTHING, Alloy, Box, Findings, Mechanism, Names, Oracle, alloy
+from fedalloy.core.alloy import NOTHING, Alloy, Mechanism, Names, alloy
+from fedalloy.core.frozen import Frozen
 from fedalloy.core.parameters import Layers, NonNegative, Share01
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Findings, Oracle, ReplicaView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Frozen, Site
 
 Encoder = Literal["mlp", "autoencoder", "orthogonal"]
 Decomposition = Literal["svd", "qr", "pca"]
@@ -47,7 +48,7 @@ class CompactHead(Mechanism):
     def claims(self) -> Names:
         return NOTHING if self.main_loss else frozenset({"the neck", "the head's bias"})
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         if self.encoder == "orthogonal" and self.depth > 1:
             raise FedAlloyError(f"an orthogonal encoder is one map; leave depth={self.depth} out")
         r1 = max(2, round(self.width * site.net.width))  # at least one direction inside and one outside
@@ -55,7 +56,7 @@ class CompactHead(Mechanism):
         if not self.main_loss:
             site.net.neck, site.net.head = compact.encoder, compact.head
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         compact, out = compact_of(step.client.net), step.out
         z, logits = compact(out.features) if self.main_loss else (out.embedding, out.logits)
         my.memo["out"] = z, logits
@@ -177,12 +178,12 @@ class Deviation(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (self.compact,)
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         r1 = compact_of(site.net).head.in_features
         if self._rank(r1) >= r1:
             raise FedAlloyError(f"rank={self.rank:g} leaves nothing of {r1} compact features; lower it")
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if not self.gamma or not client.data.samples:
             return
         my.memo["frozen"] = client.frozen(client.received, client.received_buffers)
@@ -191,14 +192,14 @@ class Deviation(Mechanism):
         my.memo["S_g"] = my.memo["S_l"] = self._space(my.memo["z_g"])  # epoch 0: the two models agree
         my.memo["epoch"] = 0
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         if self.gamma and step.epoch != my.memo["epoch"]:  # the epoch's first batch, before its forward pass
             my.memo["epoch"] = step.epoch
             z_l, _ = self._seen(step.client)
             my.memo["S_l"] = self._space(z_l)
         return oracle(step)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not self.gamma:
             return None
         z, logits = step.client.box(self.compact).memo["out"]
@@ -210,7 +211,7 @@ class Deviation(Mechanism):
         )
         return self.gamma * (deviation(u_g, u_l, l_b) + consistency(u_g, u_l))  # of one sample, U is 0
 
-    def examine_client(self, client: Client, my: Box) -> Findings:
+    def examine_client(self, client: ClientView, my: Box) -> Findings:
         if "S_g" not in my.memo:
             return {}
         z, _ = self._seen(client)
@@ -226,7 +227,7 @@ class Deviation(Mechanism):
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(1) if self.scores == "softmax" else logits
 
-    def _seen(self, client: Client, frozen: Frozen | None = None) -> tuple[Tensor, Tensor]:
+    def _seen(self, client: ClientView, frozen: Frozen | None = None) -> tuple[Tensor, Tensor]:
         """z - o and l of all samples as stored, by the frozen model or the present one; eval mode."""
         compact = compact_of(frozen.net if frozen else client.net)
         outs = [compact(out.features) for out in client.outputs(client.data.x, frozen)]
@@ -234,7 +235,7 @@ class Deviation(Mechanism):
         return z - origin(compact.head), self._scores(logits)
 
     @torch.no_grad()
-    def _frozen(self, step: Step, my: Box) -> tuple[Tensor, Tensor]:
+    def _frozen(self, step: StepView, my: Box) -> tuple[Tensor, Tensor]:
         """z - o and l of a batch by the frozen model: known since the round began, unless the batch is augmented."""
         if not step.client.data.prepare.augments:
             return my.memo["z_g"][step.index], my.memo["l_g"][step.index]

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, NonNegative
 from fedalloy.core.random import generator
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import EVAL_BATCH, ClientView, Oracle, ReplicaView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.mechanisms.auxiliary import Auxiliary
 from fedalloy.mechanisms.mutual import Mutual
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import EVAL_BATCH, Client, Step
-from fedalloy.round.replica import Site
-from fedalloy.round.server import Server
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
@@ -40,7 +39,7 @@ class SubspaceConstraint(Mechanism):
     rank: AtLeastOne = 3
     every: AtLeastOne = 3
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         layers = own_layers(site.net)
         if not layers:
             raise FedAlloyError(f"{site.model} has no linear, convolutional or norm layer to constrain")
@@ -51,24 +50,24 @@ class SubspaceConstraint(Mechanism):
                 f"the subspace constraint covers {covered}; {advice}", FedAlloyWarning, stacklevel=2
             )
 
-    def born(self, client: Client, my: Box) -> None:
+    def born(self, client: ClientView, my: Box) -> None:
         draw = generator(client.seed, client.id, "subspace")
         length = len(client.weights.flat[self._span(client)])
         drawn = torch.linalg.qr(torch.randn(length, self.rank, generator=draw)).Q
         my.keep["P"] = drawn.to(client.site.device)
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["span"] = span = self._span(client)
         my.memo["began"] = client.received[span]
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         if self.mu:
             delta, P = self._moved(step.client, my), my.keep["P"]
             g[my.memo["span"]] += 2 * self.mu * outside(delta, P)
         return g
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         delta = self._moved(client, my)
         due = (client.round - 1) % self.every == 0  # t mod s = 0; rounds are counted from 1, t from 0
         if due and bool(torch.isfinite(delta).all()):  # else diverged, and an SVD would raise
@@ -76,11 +75,11 @@ class SubspaceConstraint(Mechanism):
             my.keep["P"] = torch.linalg.svd(pair, full_matrices=False).U[:, : self.rank].contiguous()
         return {}
 
-    def _span(self, client: Client) -> slice:
+    def _span(self, client: ClientView) -> slice:
         first = own_layers(client.net)[-self.p :][0]
         return slice(client.weights.span(first).start, client.weights.span("main").stop)
 
-    def _moved(self, client: Client, my: Box) -> Tensor:
+    def _moved(self, client: ClientView, my: Box) -> Tensor:
         """delta (Eq 9)."""
         moved: Tensor = client.weights.flat[my.memo["span"]] - my.memo["began"]
         return moved
@@ -112,7 +111,7 @@ class Contribution(Mechanism):
     def up(self) -> Slots:
         return {"moved": Slot("all", (), least=0), "shifted": Slot("all", (), least=0)}
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         span = client.weights.span("aux")
         moved = (client.weights.flat[span] - client.received[span]).norm()
         before = client.frozen(client.received, client.received_buffers).net.aux
@@ -122,7 +121,7 @@ class Contribution(Mechanism):
             total += (client.net.aux(batch).features - before(batch).features).double().square().sum()
         return {"moved": moved, "shifted": (total if self.squared else total.sqrt()).to(moved.dtype)}
 
-    def weigh(self, server: Server, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
+    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
         shares = [contributions([float(r.items[f"{self.label}.{f}"]) for r in replies]) for f in self.up]
         return [sum(both) / 2 for both in zip(*shares, strict=True)]  # W_m (Eq 15): either share sums to 1
 

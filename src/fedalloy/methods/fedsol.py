@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Positive
+from fedalloy.core.random import seeded
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.core.weights import Weights
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import seeded
 
 EPS = 1e-12
 NOISE = 1e-7  # a shorter proximal gradient is round-off, and its direction means nothing
@@ -50,11 +51,11 @@ class Perturbed(Mechanism):
 
     needs = frozenset({"global model"})
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         if self.rho:
             my.memo["global"] = client.frozen(client.received, client.received_buffers)
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         if not self.rho:
             return oracle(step)
         weights, epsilon = step.client.weights, self.perturbation(step, my)
@@ -66,7 +67,7 @@ class Perturbed(Mechanism):
             now.copy_(then)
         return g
 
-    def perturbation(self, step: Step, my: Box) -> Tensor:
+    def perturbation(self, step: StepView, my: Box) -> Tensor:
         """eps: rho times the unit vector along which the global model's knowledge is lost the fastest."""
         at, weights = step.client, step.client.weights
         known = step.seen_by(my.memo["global"]).logits

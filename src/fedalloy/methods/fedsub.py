@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Names, Oracle, alloy
+from fedalloy.core.alloy import Alloy, Names, alloy
 from fedalloy.core.parameters import AtLeastOne, Positive, Share01
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Block, Draw, Side, Subspace
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Duals(Subspace):
     def needs(self) -> Names:
         return super().needs | {"mean updates"}
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         if not server.local.plain_sgd:
             raise FedAlloyError(
                 "FedSub's dual step needs plain SGD; use --optimizer sgd --momentum 0 --weight-decay 0"
             )
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.keep["dual"] = self._renewed(client, my)
         my.memo["push"] = my.keep["dual"] / (client.lr * _planned(client))
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         site, round = step.client.site, step.client.round
         g = oracle(step)
         projected = torch.cat([self._scaled(block, g) for block in self.blocks(site, round)])
         return self.decode(site, projected + my.memo["push"], round)
 
-    def sent(self, client: Client, my: Box, items: Items) -> None:
+    def sent(self, client: ClientView, my: Box, items: Items) -> None:
         moved = items["share.weights"] - client.received
         my.keep["B"] = self.encode(client.site, moved, client.round)
         my.keep["round"] = torch.tensor(client.round)
@@ -63,7 +63,7 @@ class Duals(Subspace):
     def _scaled(self, block: Block, g: Tensor) -> Tensor:
         return block.projected(g) * self.scale if block.cut.rank else block.projected(g)
 
-    def _renewed(self, client: Client, my: Box) -> Tensor:
+    def _renewed(self, client: ClientView, my: Box) -> Tensor:
         """Lambda in this round's coordinates."""
         site, cuts = client.site, self.cuts(client.site)
         if "B" not in my.keep:
@@ -82,7 +82,7 @@ class Duals(Subspace):
         return dual
 
 
-def _planned(client: Client) -> int:
+def _planned(client: ClientView) -> int:
     """K, the number of local steps to come."""
     if client.local.steps is not None:
         return client.local.steps

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, AtLeastZero, NonNegative, Width
+from fedalloy.core.random import seeded
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import each_mean, held_means, labelled, mean_features
 from fedalloy.mechanisms.common_width import CommonWidth
 from fedalloy.methods.fedproto import NearestPrototype, PrototypePull
-from fedalloy.round.client import Client
-from fedalloy.round.replica import seeded
-from fedalloy.round.server import Server
 
 CLOSEST = 1e-12  # squared: the root of 0 has no gradient
 
@@ -79,18 +79,18 @@ class TrainedPrototypes(Mechanism):
     def up(self) -> Slots:
         return each_mean()
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         self._store(my, self._net(server))
         my.keep["seen"] = torch.zeros(server.site.inputs.classes, dtype=torch.bool)
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         return {"means": my.keep["P"], "seen": my.keep["seen"]}
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         return mean_features(client)
 
     @torch.enable_grad()
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         means, y = labelled(got)
         net = self._net(server)
         net.load_state_dict({name: my.keep[f"net.{name}"] for name in net.state_dict()})
@@ -105,7 +105,7 @@ class TrainedPrototypes(Mechanism):
         self._store(my, net)
         my.keep["seen"] = torch.ones_like(my.keep["seen"])
 
-    def _net(self, server: Server) -> Prototypes:
+    def _net(self, server: ServerView) -> Prototypes:
         with seeded(server.seed, "init", "prototypes"):
             return Prototypes(server.site.inputs.classes, server.site.net.width)
 

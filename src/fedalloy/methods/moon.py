@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Few, NonNegative, Positive, Width
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, ReplicaView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Site
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Projector(Mechanism):
 
     claims = frozenset({"the neck"})
 
-    def build(self, site: Site) -> None:
+    def build(self, site: ReplicaView) -> None:
         features = site.net.width
         site.net.neck = nn.Sequential(
             nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.width)
@@ -46,19 +46,19 @@ class Contrast(Mechanism):
 
     needs = frozenset({"global model"})
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         previous = [i for i in range(self.buffer_size) if f"prev{i}" in my.keep] if self.mu else []
         my.memo["prev"] = [client.frozen(my.keep[f"prev{i}"], my.keep[f"stats{i}"]) for i in previous]
         if previous:  # a client's first participation has nothing to contrast with
             my.memo["global"] = client.frozen(client.received, client.received_buffers)
 
-    def loss(self, step: Step, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: Box) -> Tensor | None:
         if not my.memo["prev"]:
             return None
         references = [step.seen_by(net).embedding for net in (my.memo["global"], *my.memo["prev"])]
         return self.mu * contrast(step.out.embedding, references, self.temperature)
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         for i in reversed(range(1, self.buffer_size)):  # first in, first out: prev0 is the newest
             if f"prev{i - 1}" in my.keep:
                 my.keep[f"prev{i}"], my.keep[f"stats{i}"] = my.keep[f"prev{i - 1}"], my.keep[f"stats{i - 1}"]

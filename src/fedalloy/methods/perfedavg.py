@@ -14,13 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Count, NonNegative, Positive
+from fedalloy.core.random import seeded
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box, Phase
+from fedalloy.core.views import EVAL_BATCH, ClientView, Oracle, StepView
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import EVAL_BATCH, Client, Step
-from fedalloy.round.replica import seeded
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class Meta(Mechanism):
     delta: Positive = 1e-3
     inner_batch: Literal["independent", "same"] = "independent"
 
-    def phases(self, client: Client, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
         rate = replace(client.local, lr=self.beta).rate(client.round)
         return [Phase(epochs, lr=rate, steps=client.local.steps, plain=True)]
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["streams"] = {name: shuffled(client, name) for name in ("inner", "curvature")}
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         client, w = step.client, step.weights.clone()
         with aside(client, "inner"):
             step.weights.sub_(self.alpha * oracle(self._batch(step, my, "inner")))
@@ -64,28 +65,28 @@ class Meta(Mechanism):
         step.weights.copy_(w)
         return v - self.alpha * (ahead - behind) / (2 * self.delta)
 
-    def _gradient_at(self, point: Tensor, step: Step, oracle: Oracle) -> Tensor:
+    def _gradient_at(self, point: Tensor, step: StepView, oracle: Oracle) -> Tensor:
         step.weights.copy_(point)
         with aside(step.client, "curvature"):  # the same dropout on either side
             return oracle(step).clone()
 
-    def _batch(self, step: Step, my: Box, name: str) -> Step:
-        batch: Step = copy.copy(step) if self.inner_batch == "same" else next(my.memo["streams"][name])
+    def _batch(self, step: StepView, my: Box, name: str) -> StepView:
+        batch: StepView = copy.copy(step) if self.inner_batch == "same" else next(my.memo["streams"][name])
         return batch
 
 
-def shuffled(client: Client, name: str) -> Iterator[Step]:
+def shuffled(client: ClientView, name: str) -> Iterator[StepView]:
     """Batches without end, in an order of their own."""
     data = client.data
     for lap in count():
         order, augment = client.rng(lap, name, "batches"), client.rng(lap, name, "augment")
         for index in torch.split(torch.randperm(data.samples, generator=order), client.local.batch):
             if len(index) > 1 or not client.site.has_batchnorm:
-                yield Step(client, data.prepare(data.x[index], augment), data.y[index], index, lap)
+                yield client.step(data.prepare(data.x[index], augment), data.y[index], index, lap)
 
 
 @contextmanager
-def aside(client: Client, name: str) -> Iterator[None]:
+def aside(client: ClientView, name: str) -> Iterator[None]:
     """Passes that leave no trace in the running statistics and in the dropout of the training steps."""
     statistics = client.weights.buffers.clone()
     with seeded(client.seed, client.round, client.id, client.steps, name):
@@ -94,7 +95,7 @@ def aside(client: Client, name: str) -> Iterator[None]:
 
 
 @torch.enable_grad()
-def curvature(step: Step, v: Tensor) -> Tensor:
+def curvature(step: StepView, v: Tensor) -> Tensor:
     """The Hessian of the objective on a batch, times v."""
     parameters = list(step.client.net.parameters())
     step.out = step.client.net(step.x)
@@ -120,7 +121,7 @@ class InnerSteps(Mechanism):
     def outermost(self) -> bool:  # whatever else makes up the personal model comes before
         return True
 
-    def adapt(self, client: Client, my: Box) -> None:
+    def adapt(self, client: ClientView, my: Box) -> None:
         samples = client.data.samples
         for _ in range(self.steps):
             client.weights.grad.zero_()

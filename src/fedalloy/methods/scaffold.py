@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Names, Oracle, Slots, alloy
+from fedalloy.core.alloy import Alloy, Mechanism, Names, Slots, alloy
 from fedalloy.core.parameters import Positive
 from fedalloy.core.registry import recipe
+from fedalloy.core.state import Box
+from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.client import Client, Step
-from fedalloy.round.server import Server
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Control(Mechanism):
             else {"dc": Slot(fold, increment=True)}
         )
 
-    def open(self, server: Server, my: Box) -> None:
+    def open(self, server: ServerView, my: Box) -> None:
         my.keep["c"] = torch.zeros_like(server.weights)
 
-    def send(self, server: Server, my: Box, client: int) -> Items:
+    def send(self, server: ServerView, my: Box, client: int) -> Items:
         return {"c": my.keep["c"]}
 
-    def born(self, client: Client, my: Box) -> None:
+    def born(self, client: ClientView, my: Box) -> None:
         my.keep["c_k"] = client.weights.zeros()
 
-    def start(self, client: Client, my: Box) -> None:
+    def start(self, client: ClientView, my: Box) -> None:
         my.memo["correction"] = my.got["c"] - my.keep["c_k"]
         rule = self._rule(client)
         if self.lean_upload and rule != "option2":
@@ -69,14 +69,14 @@ class Control(Mechanism):
             )
         my.memo["sum"] = client.weights.zeros() if rule == "mean_grad" else None
 
-    def gradient(self, step: Step, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
         g = oracle(step)
         if my.memo["sum"] is not None:
             my.memo["sum"] += g + _decay(step.client) * step.weights
         corrected: Tensor = g + my.memo["correction"]
         return corrected
 
-    def finish(self, client: Client, my: Box) -> Items:
+    def finish(self, client: ClientView, my: Box) -> Items:
         dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
         dc = client.as_sent(dc)  # both ends apply the same change, also where a codec loses a part of it
         if self.lean_upload:
@@ -84,14 +84,14 @@ class Control(Mechanism):
             return {"steps": torch.tensor(float(client.steps))}
         return {"dc": dc}
 
-    def sent(self, client: Client, my: Box, items: Items) -> None:
+    def sent(self, client: ClientView, my: Box, items: Items) -> None:
         if not self.lean_upload:
             my.keep["c_k"] += items[f"{self.label}.dc"]
 
     def has(self, hook: str) -> bool:
         return super().has(hook) and (hook != "absorb" or self.lean_upload)
 
-    def absorb(self, server: Server, my: Box, reply: Reply) -> None:
+    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
         steps = float(reply.items["control.steps"]) if self.lean_upload else 0.0
         if steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
             moved = reply.items["share.weights"] - server.weights
@@ -102,17 +102,17 @@ class Control(Mechanism):
             )
             my.memo["change"] = my.memo.get("change", 0) + share * dc
 
-    def receive(self, server: Server, my: Box, got: Mapping[str, Any]) -> None:
+    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         share = server.participation_by_size if self.agg_weights == "size" else server.participation
         change = my.memo.get("change", 0) if self.lean_upload else share * got["dc"]
         my.keep["c"] = my.keep["c"] + change  # (1/N) sum over S of dc_k: N counts all clients
 
-    def _rule(self, client: Client) -> str:
+    def _rule(self, client: ClientView) -> str:
         if self.c_update == "auto":
             return "option2" if client.local.plain_sgd else "mean_grad"
         return self.c_update
 
-    def _renewed(self, client: Client, my: Box) -> Tensor:
+    def _renewed(self, client: ClientView, my: Box) -> Tensor:
         rule = self._rule(client)
         if rule == "mean_grad":
             mean: Tensor = my.memo["sum"] / client.steps
@@ -123,7 +123,7 @@ class Control(Mechanism):
         return my.keep["c_k"] - my.got["c"] + moved / (client.steps * client.lr)
 
 
-def _decay(client: Client) -> float:
+def _decay(client: ClientView) -> float:
     """Weight decay is part of the gradient unless the optimiser decouples it."""
     return 0.0 if client.local.optimizer == "adamw" else client.local.weight_decay
 

@@ -18,53 +18,24 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedalloy.core.alloy import Alloy, Box, Mechanism, Oracle, Phase
-from fedalloy.core.net import Net, Outputs
-from fedalloy.core.random import generator
+from fedalloy.core.alloy import Alloy, Mechanism
+from fedalloy.core.frozen import Frozen
+from fedalloy.core.net import Outputs
+from fedalloy.core.random import generator, seeded
+from fedalloy.core.state import Box, Phase
 from fedalloy.core.training import Local
+from fedalloy.core.views import EVAL_BATCH, ClientData, Info, Oracle, Part, StepView, outputs
 from fedalloy.core.wire import Items, Mail, Reply, finite
-from fedalloy.data import Prepare
 from fedalloy.models.chain import descend
-from fedalloy.round.replica import BATCHNORM, Frozen, Site, seeded
+from fedalloy.round.replica import BATCHNORM, Site
 
-EVAL_BATCH = 512  # fixed: the bits of a convolution may depend on it
 AT_ONCE = 2**20  # a client with no more numbers than this has them prepared all at once
-
-
-@dataclass(frozen=True)
-class ClientData:
-    """What one client holds. `x` is as stored (uint8 images); `prepare` makes a batch of it."""
-
-    x: Tensor
-    y: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    classes: int
-    prepare: Prepare
-
-    @property
-    def samples(self) -> int:
-        return len(self.y)
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """Training samples per class."""
-        return torch.bincount(self.y, minlength=self.classes)
-
-
-@dataclass(frozen=True)
-class Info:
-    """What every party knows of the federation."""
-
-    clients: int
-    samples: int  # of all clients together
 
 
 class Client:
@@ -114,7 +85,7 @@ class Client:
     def lr(self) -> float:
         return self.local.rate(self.round)
 
-    def box(self, piece: Mechanism) -> Box:
+    def box(self, piece: Part) -> Box:
         return self.boxes[piece.label]
 
     def rng(self, *purpose: int | str) -> torch.Generator:
@@ -133,6 +104,10 @@ class Client:
         yield from outputs(frozen or self.net, self.data, x)
         self.net.train(training)
 
+    def step(self, x: Tensor, y: Tensor, index: Tensor, epoch: int) -> "Step":
+        """A batch of one's own, to take a gradient on."""
+        return Step(self, x, y, index, epoch)
+
     def full_gradient(self, flat: Tensor) -> Tensor:
         """The gradient of the local objective at other weights, over all samples as stored; eval mode, no trace."""
         now, buffers = self.weights.flat.clone(), self.weights.buffers.clone()
@@ -144,7 +119,7 @@ class Client:
         self.weights.load(now, buffers)
         return total
 
-    def plain_gradient(self, step: "Step") -> Tensor:
+    def plain_gradient(self, step: StepView) -> Tensor:
         """The gradient of cross-entropy alone, at the weights as they stand."""
         return self._gradient(step, cross_entropy)
 
@@ -279,18 +254,18 @@ class Client:
             if done == before:  # nothing to train on, however many passes
                 break
 
-    def _innermost(self, step: "Step") -> Tensor:
+    def _innermost(self, step: StepView) -> Tensor:
         """The gradient of task and losses at the weights as they stand."""
         return self._gradient(step, self.objective if self._task or self._terms else cross_entropy)
 
-    def _gradient(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
+    def _gradient(self, step: StepView, objective: Callable[[StepView], Tensor]) -> Tensor:
         if objective is cross_entropy and self.site.chain and self.weights.all_open:
             step.out, step.value = descend(self.site.chain, step.x, step.y)  # the same bits, in less time
             return self.weights.grad
         return self._backward(step, objective)
 
     @torch.enable_grad()
-    def _backward(self, step: "Step", objective: "Callable[[Step], Tensor]") -> Tensor:
+    def _backward(self, step: StepView, objective: Callable[[StepView], Tensor]) -> Tensor:
         self.weights.grad.zero_()
         step.out = self.net(step.x)
         loss = objective(step)
@@ -298,7 +273,7 @@ class Client:
         step.value = loss.detach()
         return self.weights.grad
 
-    def objective(self, step: "Step") -> Tensor:
+    def objective(self, step: StepView) -> Tensor:
         """Task and losses of a batch after its forward pass, as a graph."""
         loss = self._task.task(step, self.box(self._task)) if self._task else None
         if loss is None:
@@ -318,7 +293,7 @@ class Client:
 
 
 @torch.no_grad()
-def _wrapped(piece: Mechanism, box: Box, inner: Oracle, step: "Step") -> Tensor:
+def _wrapped(piece: Mechanism, box: Box, inner: Oracle, step: StepView) -> Tensor:
     return piece.gradient(step, box, inner)
 
 
@@ -348,7 +323,7 @@ def _ready(x: Tensor, generator: torch.Generator | None) -> Tensor:
     return x
 
 
-def cross_entropy(step: Step) -> Tensor:
+def cross_entropy(step: StepView) -> Tensor:
     return F.cross_entropy(step.out.logits, step.y)
 
 
@@ -380,12 +355,6 @@ def client_round(
     return Reply(
         mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds, notes
     ), kept
-
-
-def outputs(net: Net | Frozen, data: ClientData, x: Tensor) -> Iterator[Outputs]:
-    """A model over stored samples."""
-    for batch in torch.split(x, EVAL_BATCH):
-        yield net(data.prepare(batch, None))
 
 
 @torch.no_grad()

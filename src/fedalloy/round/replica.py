@@ -1,8 +1,6 @@
 """A site: the net of one architecture, cut to a method, built once and lent to one client after another."""
 
-import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,30 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from fedalloy.core.alloy import Alloy, Mechanism
+from fedalloy.core.frozen import Frozen
 from fedalloy.core.imports import Imports
-from fedalloy.core.net import Inputs, Net, Outputs
-from fedalloy.core.random import seed_of
+from fedalloy.core.net import Inputs, Net
+from fedalloy.core.random import CPU, seeded
 from fedalloy.core.weights import Layout, Weights
 from fedalloy.core.wire import Items, Slot, Spec
 from fedalloy.errors import FedAlloyError
-from fedalloy.models import build
+from fedalloy.models import build, size_of, width_of
 from fedalloy.models.chain import chain
 
-CPU = torch.device("cpu")
 OWN = ("own.weights", "own.buffers")
-REMEMBERED = 2**25  # numbers, that a frozen net remembers at most of what it has seen
 BATCHNORM = nn.modules.batchnorm._BatchNorm
-
-
-@contextmanager
-def seeded(*counter: int | str, device: torch.device = CPU) -> Iterator[None]:
-    """Torch's own generator, which initialisers and dropout use, seeded by a counter and given back as it was."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(seed_of(*counter))  # torch.manual_seed walks the stack: slow
-        if cuda:
-            torch.cuda.manual_seed(seed_of(*counter))
-        yield
 
 
 class Site:
@@ -87,6 +73,18 @@ class Site:
         self._lent = 0
         for piece in method.with_hook("fits"):
             piece.fits(self)
+
+    def build_model(self, model: str) -> Net:
+        """Another net for the same samples and classes."""
+        return build(model, self.inputs, self.imports)
+
+    def parameters_of(self, model: str) -> int:
+        """How many parameters another net has."""
+        return size_of(model, self.inputs, self.imports).parameters
+
+    def width_of(self, model: str) -> int:
+        """How many features the body of another net has."""
+        return width_of(model, self.inputs, self.imports)
 
     def mode(self, *, training: bool) -> None:
         """net.train(training), without the walk through the tree where every module takes it plainly."""
@@ -239,39 +237,6 @@ def _gaps(layout: Layout, shared: list[str]) -> list[slice]:
             gaps.append(slice(at, span.start))
         at = max(at, span.stop)
     return gaps
-
-
-class Frozen:
-    """A net that only looks: `frozen(x)` is a forward pass that leaves no trace."""
-
-    def __init__(self, net: Net) -> None:
-        self.net = copy.deepcopy(net).requires_grad_(False).eval()
-        self.weights = Weights(self.net)
-        self._known = torch.empty(0)  # which samples it has seen
-        self._tables: list[Tensor] = []  # what it said of them
-
-    @torch.no_grad()
-    def __call__(self, x: Tensor) -> Outputs:
-        outputs: Outputs = self.net(x)
-        return outputs
-
-    def once(self, x: Tensor, index: Tensor, samples: int) -> Outputs:
-        """The outputs for x, the samples at these places of so many: computed when they are first asked for."""
-        if self._tables and bool(self._known[index].all()):
-            return Outputs(*(table[index] for table in self._tables))
-        found = self(x)
-        if not self._tables and samples * sum(part[0].numel() for part in found) <= REMEMBERED:
-            self._known = torch.zeros(samples, dtype=torch.bool)
-            self._tables = [part.new_empty(samples, *part.shape[1:]) for part in found]
-        if self._tables:
-            self._known[index] = True
-            for table, part in zip(self._tables, found, strict=True):
-                table[index] = part
-        return found
-
-    def forget(self) -> None:
-        """What it has seen belongs to one client and one round."""
-        self._tables = []
 
 
 class Sites:

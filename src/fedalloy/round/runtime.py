@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedalloy.core.alloy import Alloy
+from fedalloy.core.random import CPU
 from fedalloy.core.training import Local
+from fedalloy.core.views import EVAL_BATCH
 from fedalloy.core.wire import Items, Mail, Reply
 from fedalloy.data.federation import Federation
 from fedalloy.experiment.files import Vault
-from fedalloy.round.client import EVAL_BATCH, client_model, client_round, client_told
-from fedalloy.round.replica import CPU, Sites
+from fedalloy.round.client import client_model, client_round, client_told
+from fedalloy.round.replica import Sites
 
 CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
 

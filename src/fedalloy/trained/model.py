@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fedalloy.core.net import Net
+from fedalloy.core.views import EVAL_BATCH
 from fedalloy.data.batches import Prepare
 from fedalloy.data.preprocessing import Preprocessing
-from fedalloy.round.client import EVAL_BATCH
 from fedalloy.round.runtime import tiny_is_zero
 from fedalloy.trained.card import Card
 from fedalloy.trained.samples import stored

@@ -12,6 +12,7 @@ from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Net
+from fedalloy.core.views import ClientData, Info
 from fedalloy.data.batches import Prepare
 from fedalloy.data.federation import federate
 from fedalloy.data.preprocessing import Preprocessing
@@ -19,7 +20,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.mechanisms.class_means import prototypes
-from fedalloy.round.client import Client, ClientData, Info, personal_client
+from fedalloy.round.client import Client, personal_client
 from fedalloy.round.replica import Sites
 from fedalloy.round.server import Server
 from fedalloy.trained.card import Card, Head, Which

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedalloy.core import registry
 from fedalloy.core.net import Inputs
 from fedalloy.core.training import Local
+from fedalloy.core.views import ClientData, Info
 from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.experiment.run import one_thread
-from fedalloy.round.client import ClientData, Info, client_round
+from fedalloy.round.client import client_round
 from fedalloy.round.replica import Site
 from fedalloy.round.server import Server
 
