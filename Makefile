@@ -48,6 +48,7 @@ check: $(READY) ## format, lint and strict types, then all tests
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(MAKE) test
 
 format: $(READY) ## put the code into shape

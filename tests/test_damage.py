@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fedalloy.analysis.diagnose import study
+from fedalloy.core.files import kept_secret
 from fedalloy.core.wire import dump, restore
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import kept_secret
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import reopen, resume, start
 from fedalloy.report.html import write_run_report

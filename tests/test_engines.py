@@ -32,12 +32,12 @@ from fedalloy.engines.arena import Arena
 from fedalloy.engines.inline import Inline
 from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import Vault
 from fedalloy.experiment.run import one_thread
 from fedalloy.round.engine import TRIES, Engine
 from fedalloy.round.replica import Sites
 from fedalloy.round.runtime import Workshop, tiny_is_zero
 from fedalloy.round.server import Server
+from fedalloy.round.vault import Vault
 from fuzzing import examples
 
 FED = federate("digits", clients=5, skew="dirichlet:0.5", seed=0)

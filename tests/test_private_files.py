@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fedalloy.core.files import kept_secret, private_folder, write_whole
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import kept_secret, private_folder, write_whole
 from fedalloy.experiment.run import start
 
 

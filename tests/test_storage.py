@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disk import disk_with
+from fedalloy.core.files import append_line, write_whole
+from fedalloy.core.wire import fingerprint
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import Vault, append_line, fingerprint, write_whole
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Result, resume, start
+from fedalloy.round.vault import Vault
 from fuzzing import examples
 from terminal import save_npz, tree
 

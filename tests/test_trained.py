@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 import fedalloy as fa
+from fedalloy.api import Result
 from fedalloy.cli.app import main
 from fedalloy.core.wire import dump, restore
-from fedalloy.experiment.run import Result
 from fedalloy.trained.readers import read
 from fuzzing import dice
 
@@ -422,7 +422,7 @@ def test_a_card_cannot_ask_for_all_memory(file: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_the_nets_are_refused(file: Path, tmp_path: Path) -> None:
-    from fedalloy.experiment.files import fingerprint
+    from fedalloy.core.wire import fingerprint
 
     items, card = restore(file.read_bytes())
     name = "head.weight"

@@ -1,19 +1,19 @@
 """FedAlloy: heterogeneous federated learning, every method an alloy of small mechanisms."""
 
-__version__ = "0.2.0"
-
 from fedalloy import methods, moved
+from fedalloy.api import Result, resume, train
 from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, alloy
 from fedalloy.core.registry import method, recipe
 from fedalloy.core.state import Box, Phase
+from fedalloy.core.version import VERSION
 from fedalloy.core.wire import Slot
 from fedalloy.data import IID, BalancedDirichlet, Dataset, Dirichlet, Domain, Pathological, Quantity
 from fedalloy.data.federation import Federation, federate
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.run import Result, resume, train
 from fedalloy.trained import Model, export, load_model, predict
 
+__version__ = VERSION
 moved.follow()
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Quantity",
     "Result",
     "Slot",
+    "__version__",
     "alloy",
     "export",
     "federate",

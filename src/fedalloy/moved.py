@@ -49,7 +49,7 @@ MOVED = {
     "server": "round.server",
     "show": "cli.show",
     "site": "round.replica",
-    "storage": "experiment.files",
+    "storage": "core.files",
     "tune": "research.tune",
     "weights": "core.weights",
     "wire": "core.wire",

@@ -18,8 +18,8 @@ from loopback import Loopback  # noqa: E402
 from test_contract import FED, GRID, Case  # noqa: E402
 
 from fedalloy.deploy.server import serve  # noqa: E402
-from fedalloy.experiment.files import Vault  # noqa: E402
 from fedalloy.experiment.run import Result  # noqa: E402
+from fedalloy.round.vault import Vault  # noqa: E402
 
 
 def over_flower(case: Case) -> tuple[str, str | None]:

@@ -23,11 +23,11 @@ from fedalloy.deploy.server import serve
 from fedalloy.engines.inline import Inline
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import Vault
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Record, Result, Setup, one_round, one_thread, play, resume, sample
 from fedalloy.round.client import Client, client_round
 from fedalloy.round.server import Server
+from fedalloy.round.vault import Vault
 
 FED = federate("digits", clients=5, skew="pathological:3", seed=0)
 ROUNDS = 3

@@ -11,15 +11,15 @@ from settings import ROWS, VARIANTS, Row
 
 from fedalloy.core import registry
 from fedalloy.core.training import Local
-from fedalloy.core.wire import Items, Mail
+from fedalloy.core.wire import Items, Mail, fingerprint
 from fedalloy.data.federation import federate
 from fedalloy.engines.inline import Inline
-from fedalloy.experiment.files import Vault, fingerprint
 from fedalloy.experiment.run import one_thread
 from fedalloy.round.evaluate import evaluate
 from fedalloy.round.replica import Sites
 from fedalloy.round.runtime import Workshop
 from fedalloy.round.server import Server
+from fedalloy.round.vault import Vault
 
 FED = federate("digits", clients=2, skew="pathological:5", seed=0, limit=90)
 ROUNDS = 2

@@ -10,6 +10,7 @@ import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedalloy.core.files import kept_secret
 from fedalloy.core.wire import Errand, Mail, Reply
 from fedalloy.data.federation import federate
 from fedalloy.deploy import server as serving
@@ -19,7 +20,6 @@ from fedalloy.deploy.server import _refuse_local_tests, serve
 from fedalloy.deploy.site import Desk
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import kept_secret
 from fedalloy.experiment.run import Setup, one_thread
 from fedalloy.round.client import client_round
 

@@ -21,7 +21,7 @@ from fedalloy.deploy.records import mail_record, read_reply
 from fedalloy.deploy.server import serve
 from fedalloy.deploy.site import Desk
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import Vault
+from fedalloy.round.vault import Vault
 from fuzzing import dice
 
 RUN, OTHER = "0" * 32, "1" * 32

@@ -11,6 +11,7 @@ from loopback import SMALL, Loopback
 
 import fedalloy as fa
 from fedalloy.deploy.server import serve
+from fedalloy.trained.take import Opened
 
 OWN: dict[str, Any] = {
     "clients": 2,
@@ -58,7 +59,7 @@ def test_it_is_the_one_that_was_tested(tmp_path: Path, method: str) -> None:
         program = torch.export.load(fa.export(place, tmp_path / f"{client}.pt2", client)).module()
         assert torch.allclose(program(data.x_test), model(data.x_test), atol=1e-5)
     with pytest.raises(fa.FedAlloyError, match="client 1's own model is at its site"):
-        result.personal(1)
+        Opened.of(result.folder, None).personal(1)
     with pytest.raises(fa.FedAlloyError, match="is not the model of client 1"):
         fa.export(bundles[0], tmp_path / "other.pt2", 1)
 
@@ -70,7 +71,9 @@ def test_who_has_none_keeps_none(tmp_path: Path) -> None:
     with pytest.raises(fa.FedAlloyError, match="is not a run folder"):
         fa.export(tmp_path / "state", tmp_path / "m.safetensors")
     model = fa.load_model(fa.export(result.folder, tmp_path / "m.safetensors"))
-    assert torch.equal(model(torch.zeros(1, 1, 8, 8)), result.model(torch.zeros(1, 1, 8, 8)))
+    assert torch.equal(
+        model(torch.zeros(1, 1, 8, 8)), Opened.of(result.folder, None).model()(torch.zeros(1, 1, 8, 8))
+    )
 
 
 def test_same_model_as_in_a_simulation(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fedalloy.core.alloy import AlloyConflict
 from fedalloy.core.net import Inputs, Net
 from fedalloy.core.registry import make
+from fedalloy.core.views import StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import ditto, fedavg, local
 from fedalloy.methods.ditto import PersonalModel
-from fedalloy.round.client import Step
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 DROPPING = "test_ditto:dropping"
@@ -158,7 +158,7 @@ def test_how_much_personal_work(
     seen: list[int] = []
     plain = client.plain_gradient
 
-    def counted(step: Step) -> Tensor:
+    def counted(step: StepView) -> Tensor:
         seen.append(len(step.y))
         return plain(step)
 

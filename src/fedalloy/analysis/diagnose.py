@@ -1,84 +1,27 @@
 """A look inside a run: during it (numbers per round) and after it (figures from its last checkpoint)."""
 
 import json
-import statistics
 import warnings
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedalloy.core.diagnostics import Seen, generic
-from fedalloy.core.random import generator
-from fedalloy.core.views import EVAL_BATCH, Findings
-from fedalloy.core.wire import Items, Reply, dump, restore
+from fedalloy.core.files import write_whole
+from fedalloy.core.views import Findings
+from fedalloy.core.wire import restore
 from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyWarning
-from fedalloy.experiment.files import write_whole
 from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.snapshot import some_samples
 from fedalloy.round.client import Client
+from fedalloy.round.examine import examine, numbers
 from fedalloy.round.replica import Sites
 from fedalloy.round.server import Server
 
 MOST_POINTS = 1500  # in a t-SNE picture
 MOST_PANELS = 4  # rounds in the pictures over rounds
-PANEL_CLIENTS = 5
-PANEL_POINTS = 250
-
-
-def examine(server: Server, federation: Federation) -> Findings:
-    """Everything the server's model and the mechanisms there show; where nothing is shared, nothing."""
-    seen = look(server, federation)
-    if seen is None:
-        return {}
-    found = generic(seen)
-    for piece in server.method.with_hook("examine"):
-        found |= piece.examine(server, server.box(piece), seen)
-    return found
-
-
-@torch.no_grad()
-def look(server: Server, federation: Federation) -> Seen | None:
-    """The global model over the global test set, or an auxiliary one where that is what clients share."""
-    name, model = next(((n, m) for n, m in server.shown().items() if n in ("global", "aux")), ("", None))
-    if model is None:
-        return None
-    net, index = server.site.showing(name, *model), federation.split.global_test
-    x = federation.dataset.x
-    outs = [net(federation.prepare(x[batch], None)) for batch in torch.split(index, EVAL_BATCH)]
-    features, embedding, logits = (torch.cat(column) for column in zip(*outs, strict=True))
-    same = outs[0].embedding is outs[0].features
-    return Seen(net, features, features if same else embedding, logits, federation.dataset.y[index])
-
-
-def numbers(found: Findings) -> dict[str, float]:
-    """The findings that are plain numbers."""
-    return {name: value for name, value in found.items() if isinstance(value, float)}
-
-
-def mean_notes(replies: Sequence[Reply]) -> dict[str, float]:
-    """What clients noted, averaged over those that did."""
-    names = dict.fromkeys(name for reply in replies for name in reply.notes)
-    return {name: statistics.fmean(r.notes[name] for r in replies if name in r.notes) for name in names}
-
-
-@torch.no_grad()
-def snapshot(server: Server, sites: Sites, federation: Federation, folder: RunFolder) -> None:
-    """Features of some samples of the first clients, by their own models as they are now, for pictures over rounds."""
-    items: Items = {}
-    for k in federation.eligible[:PANEL_CLIENTS]:
-        data, keep = federation.client(k), folder.vault.load(k, server.round + 1)
-        mail = server.send(k, "evaluate")
-        client = Client(
-            server.method, sites.of(k), data, federation.info, server.local, keep, mail, server.seed
-        )
-        some = _some(server, k, data.samples, PANEL_POINTS)
-        items[f"{k}.features"] = torch.cat([out.features for out in client.outputs(data.x[some])])
-        items[f"{k}.class"] = data.y[some]
-    folder.features(server.round).parent.mkdir(exist_ok=True)
-    write_whole(folder.features(server.round), dump(items, {"round": server.round}))
 
 
 def study(
@@ -102,7 +45,7 @@ def study(
         )
         client.train()
         clients[k] = client.examine()
-        some = _some(server, k, data.samples, max(1, MOST_POINTS // len(keeps)))
+        some = some_samples(server, k, data.samples, max(1, MOST_POINTS // len(keeps)))
         points.append(torch.cat([out.features for out in client.outputs(data.x[some])]))
         owners += [k] * len(some)
         labels += data.y[some].tolist()
@@ -131,11 +74,6 @@ def _has_maps() -> bool:
         )
         return False
     return True
-
-
-def _some(server: Server, client: int, samples: int, most: int) -> Tensor:
-    """The same samples of a client every time."""
-    return torch.randperm(samples, generator=generator(server.seed, client, "diagnose"))[:most]
 
 
 def _apart(points: list[Tensor], owners: list[int], labels: list[int]) -> dict[str, float]:

@@ -15,22 +15,23 @@ import pydantic
 from annotated_types import Interval
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
-from fedalloy import __version__, trained
 from fedalloy import models as zoo
+from fedalloy import trained
 from fedalloy.analysis import explain as anatomy
 from fedalloy.analysis.diagnose import study
 from fedalloy.cli import show
 from fedalloy.cli.console import AsJson, complain, console, counting, print_json, progress, resumable
 from fedalloy.cli.deploy import deploy
 from fedalloy.core.expression import slug, split
+from fedalloy.core.files import write_whole
 from fedalloy.core.imports import Imports, allowed, refuse_cluster
 from fedalloy.core.parameters import LEAST, MOST, AtLeastOne, Few, expected
+from fedalloy.core.version import VERSION
 from fedalloy.data import load
 from fedalloy.data.federation import federate
 from fedalloy.deploy.terms import Terms
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, shown
 from fedalloy.experiment.config import Config, complaint
-from fedalloy.experiment.files import write_whole
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import reopen, resume, start
 from fedalloy.report import write_comparison_report, write_figures, write_run_report, write_tables
@@ -46,7 +47,7 @@ app = App(
     name="fedalloy",
     help="Heterogeneous federated learning: every method an alloy of small mechanisms.\n\n"
     "A first look, with data that are built in: fedalloy compare fedavg fedprox --rounds 10",
-    version=__version__,
+    version=VERSION,
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
 )

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from fedalloy.cli.console import AsJson, console, print_json, progress
+from fedalloy.core.files import damaged, read_whole, write_whole
 from fedalloy.core.imports import Imports, allowed, outside
 from fedalloy.core.parameters import NonNegative, Positive
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.deploy.terms import Terms, read_settings
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import damaged, read_whole, write_whole
 from fedalloy.experiment.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 Everything is a named tensor plus a little JSON. Serialised form: safetensors; there is no pickle anywhere.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -200,3 +201,8 @@ def restore(blob: bytes) -> tuple[Items, dict[str, object]]:
     except (safetensors.SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise FedAlloyError(f"not a FedAlloy message: {plain(error)}") from None
     return items, facts
+
+
+def fingerprint(items: Items) -> str:
+    """sha256 over names, shapes, types and bits."""
+    return hashlib.sha256(dump(items)).hexdigest()

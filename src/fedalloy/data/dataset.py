@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fedalloy.core.net import Inputs, Kind
 from fedalloy.core.random import generator
+from fedalloy.core.wire import fingerprint
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import fingerprint
 
 
 @dataclass(frozen=True)

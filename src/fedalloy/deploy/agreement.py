@@ -12,6 +12,7 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedalloy.core.alloy import Alloy
+from fedalloy.core.files import write_whole
 from fedalloy.data.assemble import known_stats
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.data.totals import Stats, Totals
@@ -23,7 +24,6 @@ from fedalloy.deploy.statistics import CLIP, STATISTICS, declared, far_off, from
 from fedalloy.deploy.terms import Terms
 from fedalloy.errors import FedAlloyError, plain
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import write_whole
 
 FILE, SOURCE = "preprocessing.json", "preprocessing-source.json"
 GIVE = "give --preprocessing FILE (written by 'fedalloy preprocessing' from public or pilot data)"

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedalloy.core.files import write_whole
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import write_whole
 from fedalloy.experiment.locks import lock
 
 LOG, HEAD = "audit.jsonl", "audit.head"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedalloy.core.files import read_whole
 from fedalloy.data import Dataset, load
 from fedalloy.deploy.site import Desk
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import read_whole
 
 PLAN = "plan.toml"  # in a site's folder: the settings of the run as they were when the folder was made
 

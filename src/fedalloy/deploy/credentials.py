@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from fedalloy.core.files import write_whole
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import write_whole
 
 YEARS = 2
 SECRET = 0o600

@@ -18,7 +18,8 @@ from typing import Any
 
 import tomli_w
 
-from fedalloy import __version__
+from fedalloy.core.files import make_folder, unmake, write_whole
+from fedalloy.core.version import VERSION
 from fedalloy.deploy.credentials import for_owner_only, make_certificates, make_site_key
 from fedalloy.deploy.guide import guide
 from fedalloy.deploy.roster import ROSTER, ROSTER_FILE, Roster, keys_in, readable
@@ -26,7 +27,6 @@ from fedalloy.deploy.terms import Terms
 from fedalloy.engines.processes import die_with
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import FREE, Config
-from fedalloy.experiment.files import make_folder, unmake, write_whole
 
 LINK = "fedalloy"  # the name of the connection in Flower's own config
 START_LIMIT = 60.0  # seconds
@@ -406,7 +406,7 @@ def _app(config: Config, terms: Terms) -> str:
                 "version": "1.0.0",
                 "description": "A FedAlloy federation.",
                 "license": "Apache-2.0",
-                "dependencies": [f"fedalloy[flower]=={__version__}"],
+                "dependencies": [f"fedalloy[flower]=={VERSION}"],
             },
             "tool": {"flwr": {"app": app}},
         }

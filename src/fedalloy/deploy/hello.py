@@ -8,8 +8,8 @@ from typing import Any, cast, get_args
 
 from flwr.app import ConfigRecord, Message
 
-from fedalloy import __version__
 from fedalloy.core.net import Inputs, Kind
+from fedalloy.core.version import VERSION
 from fedalloy.core.wire import MOST_SAMPLES
 from fedalloy.deploy.records import FACTS
 from fedalloy.errors import FedAlloyError, plain
@@ -47,8 +47,8 @@ def read_hello(node: int, answer: Message, clients: int) -> Guest:
     client, samples, version = facts["client"], facts["samples"], facts["version"]
     if type(client) is not int or type(samples) is not int or type(version) is not str:
         raise FedAlloyError("said hello in words nobody understands")
-    if version != __version__:
-        raise FedAlloyError(plain(f"runs FedAlloy {version!r}, the server {__version__}"))
+    if version != VERSION:
+        raise FedAlloyError(plain(f"runs FedAlloy {version!r}, the server {VERSION}"))
     if not 0 <= client < clients:
         raise FedAlloyError(f"claims to be client {client} of {clients}")
     if not 0 <= samples <= MOST_SAMPLES:

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedalloy.experiment.files import PRIVATE, Vault, damaged, private_folder, read_whole, write_whole
+from fedalloy.core.files import PRIVATE, damaged, private_folder, read_whole, write_whole
 from fedalloy.experiment.locks import OWN, lock
+from fedalloy.round.vault import Vault
 
 Pages = dict[str, Any]
 

@@ -9,8 +9,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import RunNotRunningException
 
-from fedalloy import __version__
 from fedalloy.core.net import Inputs
+from fedalloy.core.version import VERSION
 from fedalloy.core.views import Info
 from fedalloy.core.wire import Mail, Reply
 from fedalloy.data.preprocessing import Preprocessing
@@ -98,7 +98,7 @@ class Lobby:
         for node in sorted(present - self._seen):
             self._seen.add(node)
             told = {"preprocessing": self.agreed.to_json()} if self.agreed else {}
-            hello = RecordDict({HELLO: ConfigRecord({"version": __version__, **told})})
+            hello = RecordDict({HELLO: ConfigRecord({"version": VERSION, **told})})
             for message in self.grid.push_messages([Message(hello, node, "query")]):
                 self._asked[message] = node
         for message, answer in pulled(self.grid, list(self._asked)):

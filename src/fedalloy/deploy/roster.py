@@ -13,8 +13,8 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedalloy.core.files import write_whole
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import write_whole
 
 ROSTER, ROSTER_FILE = "FEDALLOY_ROSTER", "roster.json"  # the variable that tells a server's app where it lies
 SITE = re.compile(r"site-(\d{1,9})")

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedalloy.core import registry
+from fedalloy.core.files import PRIVATE, damaged, kept_secret, read_whole, write_whole
 from fedalloy.core.imports import Imports, foreign_in, outside
 from fedalloy.core.net import Inputs
 from fedalloy.data import Augment, Dataset, Prepare, Preprocessing, Split, load
@@ -29,7 +30,6 @@ from fedalloy.deploy.roster import clients_by_node
 from fedalloy.deploy.terms import Settings, Terms, read_settings
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import PRIVATE, damaged, kept_secret, read_whole, write_whole
 from fedalloy.experiment.folder import Busy, RunFolder
 from fedalloy.experiment.run import Record, Result, Setup, play
 

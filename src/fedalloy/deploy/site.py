@@ -12,8 +12,9 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from fedalloy import __version__
+from fedalloy.core.files import PRIVATE, kept_secret, private_folder, write_whole
 from fedalloy.core.imports import Imports, foreign_in, outside
+from fedalloy.core.version import VERSION
 from fedalloy.core.views import Info
 from fedalloy.core.wire import Mail, Reply, dump
 from fedalloy.data import IID, Prepare, Preprocessing, Split, load, parse_augment
@@ -37,7 +38,6 @@ from fedalloy.deploy.steps import check_question
 from fedalloy.deploy.terms import Settings, read_settings
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import PRIVATE, kept_secret, private_folder, write_whole
 from fedalloy.experiment.run import Setup, one_thread
 from fedalloy.mechanisms.privacy import Private, composed
 from fedalloy.round.runtime import Workshop, state_before
@@ -98,7 +98,7 @@ class Desk:
             **columns,
             "client": self.client,
             "samples": self._told(int(self.federation.sizes[self.client])),
-            "version": __version__,
+            "version": VERSION,
             "inputs": said_inputs(inputs),
         }
 

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.config import Config
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
@@ -69,17 +68,17 @@ class Cluster:
         Cluster.current = self._outer
         self.close()
 
-    def room(self, config: Config, clients: int) -> int:
+    def room(self, workers: int | None, gpus: float, clients: int) -> int:
         """How many actors there will be."""
-        there, gpus = ray.cluster_resources(), config.gpus_per_worker
+        there = ray.cluster_resources()
         most = int(there.get("CPU", 0))
         if gpus:
             most = min(most, int(there.get("GPU", 0)) * int(1 / gpus))
-        if most < (config.workers or 1):
+        if most < (workers or 1):
             held = f"{there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
             wanted = f" with {gpus:g} of a GPU each" if gpus else ""
-            raise FedAlloyError(f"Ray has {held}: too few for {config.workers or 1} actors{wanted}")
-        return min(config.workers or most, max(1, clients))
+            raise FedAlloyError(f"Ray has {held}: too few for {workers or 1} actors{wanted}")
+        return min(workers or most, max(1, clients))
 
     def _init(self) -> None:
         settings: dict[str, Any] = {"address": self._address}

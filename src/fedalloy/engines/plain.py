@@ -3,10 +3,8 @@
 import importlib
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -16,13 +14,15 @@ from torch import Tensor
 
 from fedalloy.core import registry
 from fedalloy.core.imports import Imports
+from fedalloy.core.training import Local
+from fedalloy.core.version import VERSION
 from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, Prepare, Split
 from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.config import Config
-from fedalloy.experiment.folder import RunFolder
+from fedalloy.round.replica import Sites
 from fedalloy.round.runtime import Workshop
+from fedalloy.round.vault import Vault
 
 ALIGNED = 64  # bytes, as torch does: bits may depend on it
 PARTS = {"dataset": Dataset, "split": Split, "prepare": Prepare}
@@ -31,7 +31,7 @@ Array = NDArray[np.uint8]
 Entry = tuple[str, str, tuple[int, ...]]  # key, dtype, shape
 
 
-def plan_of(workshop: Workshop, config: Config) -> tuple[dict[str, Any], list[Array]]:
+def plan_of(workshop: Workshop) -> tuple[dict[str, Any], list[Array]]:
     """What it takes to make the workshop again: plain values, and the arrays of its federation."""
     method = workshop.method
     facts, items = apart(workshop.federation)
@@ -43,17 +43,21 @@ def plan_of(workshop: Workshop, config: Config) -> tuple[dict[str, Any], list[Ar
         "modules": sorted({type(piece).__module__ for piece in method}),
         "method": method.expression,
         "pieces": repr(method.pieces),
-        "config": config.toml(),
+        "models": workshop.sites.models,
+        "precision": workshop.sites.precision,
+        "rounds": workshop.sites.rounds,
+        "local": asdict(workshop.local),
+        "seed": workshop.seed,
+        "on_global": workshop.on_global,
+        "secret": workshop.secret,
         "federation": facts,
         "entries": entries,
     }
     return plan, arrays
 
 
-def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device) -> Workshop:
-    """The workshop that a plan describes, without a vault of its own."""
-    from fedalloy.experiment.run import Setup  # which imports the engines
-
+def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device, vault: Vault) -> Workshop:
+    """The workshop that a plan describes."""
     if (mine := _versions()) != plan["versions"]:
         raise FedAlloyError(f"the cluster has {mine}, this machine {plan['versions']}: the bits would differ")
     sys.path += [path for path in plan["paths"] if path not in sys.path]
@@ -74,14 +78,16 @@ def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device)
             "put it into a module and name it 'package.module:function', or use --engine workers"
         )
     federation = together(plan["federation"], unpacked(plan["entries"], arrays))
-    setup = Setup(Config.of(tomllib.loads(plan["config"])), federation, method, device, imports)
-    return setup.workshop(RunFolder(Path()))
+    seed, models, inputs = plan["seed"], tuple(plan["models"]), federation.dataset.inputs
+    sites = Sites(method, models, inputs, seed, plan["precision"], plan["rounds"], device, imports)
+    for model in dict.fromkeys(models):
+        sites.named(model)
+    local = Local(**plan["local"])
+    return Workshop(method, sites, federation, local, vault, seed, plan["on_global"], plan["secret"])
 
 
 def _versions() -> dict[str, str]:
-    import fedalloy
-
-    return {"fedalloy": fedalloy.__version__, "torch": torch.__version__.partition("+")[0]}
+    return {"fedalloy": VERSION, "torch": torch.__version__.partition("+")[0]}
 
 
 def apart(federation: Federation) -> tuple[dict[str, Any], Items]:

@@ -21,12 +21,11 @@ from fedalloy.core.random import CPU
 from fedalloy.core.wire import Mail, Reply
 from fedalloy.engines.cluster import Cluster, ray
 from fedalloy.engines.plain import Array, Entry, made, packed, plan_of, unpacked
-from fedalloy.engines.processes import keep_memory
+from fedalloy.engines.processes import cores, keep_memory
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import Vault
 from fedalloy.round.engine import TRIES, died, fail, failure, late
 from fedalloy.round.runtime import Workshop, state_before
+from fedalloy.round.vault import Vault
 
 START = 120.0  # seconds until an actor must be at work
 QUICK = 0.05  # seconds; if no mail took longer last time, the next one is sent before an actor has answered
@@ -36,16 +35,23 @@ LARGE = 100_000  # bytes; larger values are placed once for all mails of a round
 class RayActors:
     """Each actor gets its next mail when it has answered one; where the way takes as long as the work, before that."""
 
-    def __init__(self, workshop: Workshop, config: Config) -> None:
+    def __init__(
+        self,
+        workshop: Workshop,
+        address: str | None = None,
+        workers: int | None = None,
+        gpus_per_worker: float = 0.0,
+        timeout: float = 3600.0,
+    ) -> None:
         self._vault = workshop.vault
-        self._timeout, self._gpus = config.timeout, config.gpus_per_worker
+        self._timeout, self._gpus = timeout, gpus_per_worker
         self._actors: list[Actor] = []
         self._pace: dict[str, float] = {}  # by errand: seconds that the slowest mail took last time
-        self._cluster = Cluster.current or Cluster(config.ray_address, config.processes)
+        self._cluster = Cluster.current or Cluster(address, workers or cores())
         try:
             self._cluster.connect()
-            self._count = self._cluster.room(config, len(workshop.federation.eligible))
-            self._plan, arrays = plan_of(workshop, config)
+            self._count = self._cluster.room(workers, gpus_per_worker, len(workshop.federation.eligible))
+            self._plan, arrays = plan_of(workshop)
             self._data = [ray.put(array) for array in arrays]
             self._staff()
         except BaseException:
@@ -198,8 +204,7 @@ class Worker:
         """Make a workshop for a run."""
         self.__dict__.pop("_workshop", None)  # whatever happens, not the last run's
         try:
-            self._workshop = made(plan, arrays, _device(self._gpus))
-            self._workshop.vault = self._pouch
+            self._workshop = made(plan, arrays, _device(self._gpus), self._pouch)
         except Exception as error:
             return failure(error, "making the workshop")
         return {}

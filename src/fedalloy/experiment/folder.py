@@ -10,14 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedalloy.core.wire import Items, dump, restore
-from fedalloy.data.preprocessing import Preprocessing
-from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
-from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import (
+from fedalloy.core.files import (
     PRIVATE,
-    Digests,
-    Vault,
     append_line,
     damaged,
     disk_error,
@@ -29,8 +23,13 @@ from fedalloy.experiment.files import (
     unmake,
     write_whole,
 )
+from fedalloy.core.wire import Items, dump, restore
+from fedalloy.data.preprocessing import Preprocessing
+from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
+from fedalloy.experiment.config import Config
 from fedalloy.experiment.locks import OWN, lock
 from fedalloy.experiment.seals import checkpoint_digest, digest_of, facts_digest, settings_digest
+from fedalloy.round.vault import Digests, Vault
 
 MARK = "# settings sha256: "  # opens the config of a run: resume refuses settings that are not these
 # Of a real federation: what its sites know the run by, what its noise is drawn from, how samples are prepared.

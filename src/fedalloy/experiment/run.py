@@ -12,35 +12,33 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fedalloy.analysis.diagnose import examine, mean_notes, numbers, snapshot
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy, Mechanism
+from fedalloy.core.files import unless_refused
 from fedalloy.core.imports import Imports, allowed, refuse_cluster
 from fedalloy.core.random import CPU, generator
-from fedalloy.core.wire import Mail, Reply, bytes_of, diverged
+from fedalloy.core.wire import Mail, Reply, bytes_of, diverged, fingerprint
 from fedalloy.data.federation import Federation, federate
 from fedalloy.engines.inline import Inline
 from fedalloy.engines.processes import require_cores
 from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import fingerprint, unless_refused
 from fedalloy.experiment.folder import RunFolder
+from fedalloy.experiment.snapshot import snapshot
 from fedalloy.round.engine import Engine
 from fedalloy.round.evaluate import evaluate
+from fedalloy.round.examine import examine, mean_notes, numbers
 from fedalloy.round.replica import Sites
 from fedalloy.round.replies import Outcome
 from fedalloy.round.runtime import Workshop
 from fedalloy.round.server import Server
-
-if TYPE_CHECKING:
-    from fedalloy.trained.model import Model
 
 Record = dict[str, Any]
 OnRound = Callable[[Record], None]
@@ -63,26 +61,6 @@ class Result:
         """The final value of the method's own metric."""
         value: float | None = self.summary["accuracy"]["final"]
         return value
-
-    @cached_property
-    def model(self) -> "Model":
-        """The final global model, ready to use: samples in, class probabilities out."""
-        from fedalloy.trained.take import Opened
-
-        return Opened.of(self.folder, self._imports).model()
-
-    def personal(self, client: int) -> "Model":
-        """A client's own model, of methods that have such."""
-        from fedalloy.trained.take import Opened
-
-        return Opened.of(self.folder, self._imports).personal(client)
-
-    def report(self, path: str | Path | None = None) -> Path:
-        """Write the HTML report, beside the run or where you say."""
-        from fedalloy.report.html import write_run_report
-
-        written = write_run_report(self.folder)
-        return written if path is None else Path(shutil.copyfile(written, path))
 
 
 class Setup:
@@ -147,7 +125,10 @@ class Setup:
         if self.config.engine == "ray":
             from fedalloy.engines.ray import RayActors  # an extra, and slow to import
 
-            return RayActors(workshop, self.config)
+            config = self.config
+            return RayActors(
+                workshop, config.ray_address, config.workers, config.gpus_per_worker, config.timeout
+            )
         count = min(self.config.processes, max(1, len(self.federation.eligible)))
         return Workers(workshop, count, self.config.timeout)
 

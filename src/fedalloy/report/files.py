@@ -8,8 +8,8 @@ from typing import Literal
 import plotly.graph_objects as go
 import plotly.io
 
+from fedalloy.core.files import write_whole
 from fedalloy.errors import FedAlloyError
-from fedalloy.experiment.files import write_whole
 from fedalloy.report.page import Picture
 from fedalloy.report.tables import Table, to_markdown
 

@@ -11,7 +11,7 @@ from string import Template
 
 import plotly.graph_objects as go
 
-from fedalloy import __version__
+from fedalloy.core.version import VERSION
 from fedalloy.report.spec import as_json, spec_of
 from fedalloy.report.tables import Table, to_html
 
@@ -34,9 +34,7 @@ def page(title: str, sections: Iterable[str]) -> str:
     digest = b64encode(sha256(script.encode()).digest()).decode()
     template = Template((files("fedalloy.report") / "page.html").read_text(encoding="utf-8"))
     body = "\n".join(filter(None, sections))
-    return template.substitute(
-        title=escape(title), body=body, version=__version__, script=script, digest=digest
-    )
+    return template.substitute(title=escape(title), body=body, version=VERSION, script=script, digest=digest)
 
 
 @cache

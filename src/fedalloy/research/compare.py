@@ -14,10 +14,10 @@ from typing import Any
 
 from fedalloy.core import registry
 from fedalloy.core.expression import parse, slug
+from fedalloy.core.files import claim, unless_refused, write_whole
 from fedalloy.core.imports import Imports
 from fedalloy.errors import FedAlloyError, FedAlloyWarning, writing
 from fedalloy.experiment.config import FREE, Config
-from fedalloy.experiment.files import claim, unless_refused, write_whole
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import OnReply, OnRound, Result
 from fedalloy.experiment.series import Series, at_hand, check_settings, rounds_left, settled

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from fedalloy.core.expression import slug
+from fedalloy.core.files import claim, read_whole, unless_refused, write_whole
 from fedalloy.core.imports import Imports
 from fedalloy.core.random import seed_of
 from fedalloy.errors import FedAlloyError, writing
 from fedalloy.experiment.config import FREE, Config
-from fedalloy.experiment.files import claim, read_whole, unless_refused, write_whole
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import OnReply, OnRound
 from fedalloy.experiment.seals import facts_digest

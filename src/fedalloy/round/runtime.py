@@ -18,9 +18,9 @@ from fedalloy.core.training import Local
 from fedalloy.core.views import EVAL_BATCH
 from fedalloy.core.wire import Items, Mail, Reply
 from fedalloy.data.federation import Federation
-from fedalloy.experiment.files import Vault
 from fedalloy.round.client import client_model, client_round, client_told
 from fedalloy.round.replica import Sites
+from fedalloy.round.vault import Vault
 
 CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
 

@@ -35,6 +35,11 @@ class Card:
     weights_sha256: str = ""
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes, by number where they have no names."""
+        return self.preprocessing.class_names or tuple(map(str, range(self.preprocessing.classes)))
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {

@@ -1,35 +1,26 @@
-"""Model files: named tensors with a card (.safetensors), or a program of its own (.pt2, .onnx)."""
+"""Model files: export what a run has trained, and load it again."""
 
-import io
-import json
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedalloy import models
 from fedalloy.core import registry
 from fedalloy.core.expression import parse, single
 from fedalloy.core.imports import Imports, allowed, outside
 from fedalloy.core.net import Net
-from fedalloy.core.wire import Items, dump, restore
-from fedalloy.errors import FedAlloyError, writing
-from fedalloy.experiment.files import fingerprint, write_whole
+from fedalloy.core.wire import Items, fingerprint, restore
+from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.round.replica import Site
 from fedalloy.trained.card import MOST_BYTES, Card
 from fedalloy.trained.kept import newest
 from fedalloy.trained.model import Model
-from fedalloy.trained.samples import stored
 from fedalloy.trained.take import Nearest, Opened
+from fedalloy.trained.write import new, tensors
 
-ENDINGS = (".safetensors", ".pt2", ".onnx")
 MOST_FILE = 4 * 2**30  # bytes of a model file
 MOST_NUMBERS = 2**28  # parameters of a net that is built because a file says so
 
@@ -47,8 +38,8 @@ def export(run: str | Path, path: str | Path, client: int | None = None, *, allo
     >>> fa.load_model(written).card.method
     'fedavg'
     """
-    _new(Path(path))
-    return write(_found(Path(run), client, allow_code), Path(path))
+    new(Path(path))
+    return _found(Path(run), client, allow_code).save(path)
 
 
 def _found(path: Path, client: int | None, allow_code: bool) -> Model:
@@ -64,14 +55,6 @@ def _found(path: Path, client: int | None, allow_code: bool) -> Model:
     imports = allowed(str(path / "config.toml"), settings, allow_code=allow_code)
     opened = Opened.of(path, imports)
     return opened.model() if client is None else opened.personal(client)
-
-
-def write(model: Model, path: Path) -> Path:
-    """One model, in the form that the ending names."""
-    blob = {".safetensors": packed, ".pt2": _pt2, ".onnx": _onnx}[_new(path)](model)
-    with writing(path, "file"):
-        write_whole(path, blob)
-    return path
 
 
 def load_model(path: str | Path, *, allow_code: bool = False) -> Model:
@@ -103,28 +86,6 @@ def load_model(path: str | Path, *, allow_code: bool = False) -> Model:
     net = _skeleton(card, path, Imports() if allow_code else None)
     _fill(net, items, path)
     return Model(net, card)
-
-
-def _new(path: Path) -> str:
-    """The ending of a file that is to be written: refused before any work is done."""
-    if path.suffix not in ENDINGS:
-        raise FedAlloyError(f"{path.name}: a model file ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-    if path.exists():
-        raise FedAlloyError(f"{path} exists already; give another file")
-    if not path.parent.is_dir():
-        raise FedAlloyError(f"cannot write {path}: there is no folder {path.parent}")
-    return path.suffix
-
-
-def _tensors(net: nn.Module) -> Items:
-    """All that a net computes with, by name: its constants too."""
-    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
-
-
-def packed(model: Model) -> bytes:
-    """Named tensors, and the card."""
-    items = {name: value.detach() for name, value in _tensors(model.net).items()}
-    return dump(items, replace(model.card, weights_sha256=fingerprint(items)).facts)
 
 
 def _skeleton(card: Card, path: Path, imports: Imports | None) -> Net:
@@ -165,7 +126,7 @@ def _is_net(word: object) -> bool:
 
 
 def _fill(net: Net, items: Items, path: Path) -> None:
-    wanted = _tensors(net)
+    wanted = tensors(net)
     if items.keys() != wanted.keys():
         wrong = sorted(items.keys() ^ wanted.keys())[0]
         raise FedAlloyError(f"{path}: tensor {wrong[:80]!r} is missing, or the net has none of that name")
@@ -178,73 +139,3 @@ def _fill(net: Net, items: Items, path: Path) -> None:
         if not bool(torch.isfinite(value).all()):
             raise FedAlloyError(f"{path}: {name} is not finite")
         place.data.copy_(value)
-
-
-def _pt2(model: Model) -> bytes:
-    """Torch's own archive: graph and weights as JSON and raw numbers; no sample inputs, which would be pickled."""
-    program = _traced(model)
-    program._example_inputs = None
-    written = io.BytesIO()
-    names = json.dumps(model.class_names)
-    with _quiet():
-        torch.export.save(
-            program, written, extra_files={"class_names.json": names, "card.json": _card(model)}
-        )
-    return written.getvalue()
-
-
-def _onnx(model: Model) -> bytes:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise FedAlloyError('.onnx needs onnx and onnxscript: pip install "fedalloy[onnx]"') from None
-    with _quiet():
-        made: Any = torch.onnx.export(
-            _traced(model),
-            dynamo=True,
-            input_names=["samples"],
-            output_names=["probabilities"],
-            verbose=False,
-        )
-    made.model.metadata_props["class_names"] = json.dumps(model.class_names)
-    made.model.metadata_props["card"] = _card(model)
-    blob: bytes = made.model_proto.SerializeToString()
-    return blob
-
-
-def _card(model: Model) -> str:
-    return json.dumps(replace(model.card, weights_sha256=fingerprint(_tensors(model.net))).facts)
-
-
-def _traced(model: Model) -> "torch.export.ExportedProgram":
-    """The program as a graph, for any number of samples."""
-    how = model.preprocessing
-    kinds = {"image": torch.uint8, "vector": torch.float32, "tokens": torch.int32}
-    samples: Tensor = stored(torch.ones(2, *how.shape, dtype=kinds[how.kind]), how)
-    model.net.channels_last, before = False, model.net.channels_last
-    try:
-        with _quiet(), torch.no_grad():
-            return torch.export.export(
-                model.program, (samples,), dynamic_shapes=({0: torch.export.Dim("batch")},)
-            )
-    except Exception as error:  # whatever the tracer says to a net of the user's own
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FedAlloyError(
-            f"torch.export cannot trace {model.card.model} ({first}); write .safetensors instead"
-        ) from None
-    finally:
-        model.net.channels_last = before
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporters' notes to their own developers."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -3,13 +3,14 @@
 import logging
 from pathlib import Path
 
+from fedalloy.core.files import PRIVATE, private_folder, write_whole
 from fedalloy.core.wire import Mail
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
-from fedalloy.experiment.files import PRIVATE, private_folder, write_whole
 from fedalloy.round.client import personal_client
 from fedalloy.round.runtime import Workshop, tiny_is_zero
 from fedalloy.trained.take import as_used, carded
+from fedalloy.trained.write import packed
 
 FOLDER = "models"  # in a site's state: RUN-CLIENT.safetensors
 log = logging.getLogger("fedalloy")
@@ -17,8 +18,6 @@ log = logging.getLogger("fedalloy")
 
 def keep_tested(state: Path, run: str, workshop: Workshop, mail: Mail, config: Config) -> None:
     """Write the model that a test at this site has just judged, if it is this client's own."""
-    from fedalloy.trained.files import packed
-
     method = workshop.method
     if not method.personal:
         return
@@ -38,7 +37,7 @@ def keep_tested(state: Path, run: str, workshop: Workshop, mail: Mail, config: C
         return
     file = state / FOLDER / f"{run}-{mail.client}.safetensors"
     private_folder(file.parent)
-    write_whole(file, packed(model), PRIVATE)
+    write_whole(file, packed(model.program, model.card), PRIVATE)
 
 
 def newest(folder: Path, client: int | None = None) -> Path | None:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from fedalloy.core.net import Net
 from fedalloy.core.views import EVAL_BATCH
-from fedalloy.data.batches import Prepare
 from fedalloy.data.preprocessing import Preprocessing
 from fedalloy.round.runtime import tiny_is_zero
 from fedalloy.trained.card import Card
+from fedalloy.trained.program import Program
 from fedalloy.trained.samples import stored
+from fedalloy.trained.write import write
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,6 @@ class Prediction:
     name: str  # of the class
     probability: float
     probabilities: tuple[float, ...]  # of all classes
-
-
-class Program(nn.Module):
-    """Samples as they are stored (uint8 images N C H W, float32 vectors, int32 word numbers) to probabilities."""
-
-    centre: Tensor
-    width: Tensor
-
-    def __init__(self, net: Net, preprocessing: Preprocessing) -> None:
-        super().__init__()
-        self.net = net
-        self.tokens = preprocessing.kind == "tokens"
-        centre, width = Prepare.of(preprocessing).scale
-        self.register_buffer("centre", centre, persistent=False)
-        self.register_buffer("width", width, persistent=False)
-        self.eval().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(x).softmax(1)
-
-    def logits(self, x: Tensor) -> Tensor:
-        ready = x.long() if self.tokens else (x.float() - self.centre) / self.width
-        logits: Tensor = self.net(ready).logits
-        return logits
 
 
 class Model(nn.Module):
@@ -84,7 +61,7 @@ class Model(nn.Module):
     @property
     def class_names(self) -> tuple[str, ...]:
         """The classes, by number where they have no names."""
-        return self.preprocessing.class_names or tuple(map(str, range(self.preprocessing.classes)))
+        return self.card.class_names
 
     def forward(self, samples: Any) -> Tensor:
         """Probabilities, a row for each sample."""
@@ -101,9 +78,7 @@ class Model(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Write `.safetensors`, `.pt2` or `.onnx`."""
-        from fedalloy.trained.files import write
-
-        return write(self, Path(path))
+        return write(self.program, self.card, Path(path))
 
     def _over(self, samples: Any) -> Tensor:
         """Logits, in the batches of an evaluation: the same bits."""

@@ -5,8 +5,8 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedalloy.core.files import write_whole
 from fedalloy.errors import FedAlloyError, writing
-from fedalloy.experiment.files import write_whole
 from fedalloy.trained.files import load_model
 from fedalloy.trained.model import Model, Prediction
 from fedalloy.trained.readers import read

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedalloy import __version__
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Net
+from fedalloy.core.version import VERSION
 from fedalloy.core.views import ClientData, Info
 from fedalloy.data.batches import Prepare
 from fedalloy.data.federation import federate
@@ -138,7 +138,7 @@ def carded(
         raise FedAlloyError(f"the model after round {round} is not finite: its training diverged")
     models, expression = config.architectures, method.expression
     told = (expression, config.data, name, models, config.seed, config.rounds, round, which, client, head)
-    return Model(net, Card(*told, how, __version__))
+    return Model(net, Card(*told, how, VERSION))
 
 
 def as_used(client: Client) -> tuple[Net, Head]:

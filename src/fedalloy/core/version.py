@@ -1,0 +1,3 @@
+"""The one place that knows the version."""
+
+VERSION = "0.2.0"
