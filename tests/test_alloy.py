@@ -272,7 +272,7 @@ class _Last(Mechanism):
 
     number: float = 0.5
 
-    def trained(self, client: ClientView, my: Box) -> None:
+    def after_training(self, client: ClientView, my: Box) -> None:
         assert not client.net.training
         client.weights.flat.fill_(self.number)
 
@@ -312,7 +312,7 @@ def test_alloys_answer_questions() -> None:
         ("share(part='aux')+auxiliary", False, True),
     ):
         assert (registry.make(text).whole, registry.make(text).personal) == (whole, personal)
-    assert registry.make("local").everyone
+    assert registry.make("local").full_participation
     with pytest.raises(AlloyConflict, match="has no parts"):
         alloy("nothing")
 
@@ -339,7 +339,7 @@ class Shout(Mechanism):
     def up(self) -> dict[str, Slot]:
         return {"sound": Slot("sum", ())}
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         return {"sound": torch.tensor(float(self.volume))}
 
 

@@ -484,7 +484,7 @@ class _Slots(Mechanism):
     def up(self) -> Slots:
         return dict(self.slots)
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         raise AssertionError("only folded here")
 
 

@@ -71,7 +71,7 @@ class _Trouble(Mechanism):
             raise ZeroDivisionError("a bug in a mechanism")
         raise FedAlloyError("something the user can mend")
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if self.what == "sleep":
             time.sleep(0.2)
 

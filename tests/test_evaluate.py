@@ -39,7 +39,7 @@ def test_a_method_with_both_kinds_of_model_is_judged_by_the_personal_ones(tmp_pa
 class _Shows(fa.Mechanism):
     """A whole model that clients never see: the common body under the initial head."""
 
-    def shown(self, server: ServerView, my: fa.Box) -> dict[str, tuple[Tensor, Tensor]]:
+    def eval_models(self, server: ServerView, my: fa.Box) -> dict[str, tuple[Tensor, Tensor]]:
         return {"global": server.site.whole(":-1", server.weights, server.buffers)}
 
 

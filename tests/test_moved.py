@@ -1,5 +1,6 @@
-"""What old module names held can still be imported, with a warning, and is the very same."""
+"""Old names still work, with a warning: of modules, and of the hooks of a method that somebody wrote."""
 
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 import fedalloy
+from fedalloy.core.alloy import RENAMED
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.moved import MOVED, names
 
@@ -62,3 +64,52 @@ def test_no_old_name_is_taken_again() -> None:
         place = HOME.parent / old.replace(".", "/")
         assert not place.with_suffix(".py").exists()
         assert not (place / "__init__.py").exists()
+
+
+# Hooks of a mechanism that was written before they were renamed
+
+
+def test_a_method_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of version 0.1, as it was, gives the bits of today's."""
+    (tmp_path / "written_before.py").write_text(
+        (Path(__file__).parent / "old" / "own_method.txt").read_text()
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
+    fed = fedalloy.federate("digits", clients=3, skew="iid")
+    settings: dict[str, Any] = {"rounds": 2, "engine": "inline", "lr": 0.1}
+    with pytest.warns(FedAlloyWarning) as said:
+        before = fedalloy.train(fed, method="written_before:fedcm(alpha=0.3)", **settings)
+    sentences = {str(warning.message) for warning in said}
+    assert "Direction.receive is now called aggregate; rename it" in sentences
+    assert "fedalloy.alloy is now fedalloy.core.alloy; import Oracle from there" in sentences
+    today = fedalloy.train(fed, method="examples.own_method:fedcm(alpha=0.3)", **settings)
+    assert before.summary["weights_sha256"] == today.summary["weights_sha256"]
+
+
+def test_every_old_hook_stands_for_a_new_one() -> None:
+    for old, new in RENAMED.items():
+        assert hasattr(fedalloy.Mechanism, new)
+        assert not hasattr(fedalloy.Mechanism, old)
+        hook = vars(fedalloy.Mechanism)[new]
+        with pytest.warns(FedAlloyWarning, match=f"_Old.{old} is now called {new}; rename it"):
+            made = type("_Old", (fedalloy.Mechanism,), {old: hook})
+        assert vars(made)[new] is hook
+
+
+def test_parameters_and_helpers_may_have_these_names() -> None:
+    """Without a warning, which would be an error here."""
+
+    def load(self: object) -> int:
+        return 1
+
+    made = type("_Own", (fedalloy.Mechanism,), {"start": 3, "load": load, "everyone": True})
+    assert made.install is fedalloy.Mechanism.install  # type: ignore[attr-defined]
+
+
+def test_the_glossary_lists_hooks_that_there_are() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
+    table = page.partition("## Hooks, in the order of a round")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+)(?:\(\w+\))?`", table)
+    assert len(named) > 20
+    assert [name for name in named if not hasattr(fedalloy.Mechanism, name)] == []

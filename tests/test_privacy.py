@@ -360,7 +360,7 @@ def test_who_weighs_is_refused() -> None:
 class _Looking(Share):
     """Sends nothing but weights, and looks at each reply."""
 
-    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
         my.memo["seen"] = reply
 
 

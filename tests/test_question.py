@@ -44,7 +44,7 @@ class _Census(Mechanism):
         return "census"
 
     @property
-    def told(self) -> Slots:
+    def query(self) -> Slots:
         return {"counts": Slot("sum", ("classes",), torch.int64), "weight": Slot("all", ())}
 
     @property
@@ -55,18 +55,18 @@ class _Census(Mechanism):
     def asks_at_end(self) -> bool:
         return self.at_end
 
-    def tell(self, site: ReplicaView, data: ClientData) -> Items:
+    def answer(self, site: ReplicaView, data: ClientData) -> Items:
         assert not site.net.training
         return {"counts": data.counts, "weight": site.weights.flat[0].clone()}
 
-    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
-        answers = [one.items for _, one in zip(range(self.heard), told, strict=False)]
+    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+        found = [one.items for _, one in zip(range(self.heard), answers, strict=False)]
         my.memo["nothing"] = "to be cleared"
         my.keep["round"] = torch.tensor(server.round)
-        my.keep["counts"] = torch.stack([one["counts"] for one in answers])
-        my.keep["weights"] = torch.stack([one["weight"] for one in answers])
+        my.keep["counts"] = torch.stack([one["counts"] for one in found])
+        my.keep["weights"] = torch.stack([one["weight"] for one in found])
 
-    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
+    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         return {"global": torch.zeros_like(server.weights)} if "counts" in my.keep else {}
 
 
@@ -141,8 +141,8 @@ def test_an_answer_that_cannot_be_used_is_refused(spoilt: Items, why: str) -> No
 
 def test_what_is_told_is_declared(tmp_path: Path) -> None:
     class _Chatty(_Census):
-        def tell(self, site: ReplicaView, data: ClientData) -> Items:
-            return super().tell(site, data) | {"more": torch.ones(3)}
+        def answer(self, site: ReplicaView, data: ClientData) -> Items:
+            return super().answer(site, data) | {"more": torch.ones(3)}
 
     with pytest.raises(AssertionError, match="but told"):
         asked(tmp_path / "run", _Chatty())
@@ -163,7 +163,7 @@ def test_two_may_ask(tmp_path: Path) -> None:
 class _Quiet(_Census):
     """Asks, and shows nothing of its own."""
 
-    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
+    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         return {}
 
 

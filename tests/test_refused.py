@@ -82,11 +82,11 @@ class Picky(Mechanism):
     def __init__(self, round: int) -> None:
         self.round = round
 
-    def open(self, server: ServerView, my: Any) -> None:
+    def init_server(self, server: ServerView, my: Any) -> None:
         if self.round == 0:
             raise FedAlloyError("not with these data")
 
-    def receive(self, server: ServerView, my: Any, got: Any) -> None:
+    def aggregate(self, server: ServerView, my: Any, got: Any) -> None:
         if server.round == self.round:
             raise FedAlloyError(f"not after round {self.round}")
 

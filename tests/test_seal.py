@@ -56,7 +56,7 @@ class _Witness(Mechanism):
 
     seen: list[Items] = field(default_factory=list, compare=False)
 
-    def sent(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
         self.seen.append(items)
 
 

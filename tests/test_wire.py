@@ -170,7 +170,7 @@ class _Means(Mechanism):
             "all": Slot("all", (2,), torch.int64),
         }
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         my.keep = {name: value for name, value in got.items() if name != "all"}
         my.keep |= {f"all{client}": value for client, value in got["all"].items()}
 

@@ -80,7 +80,7 @@ def same(one: Items, other: Items) -> bool:
 def test_one_client_cannot_end_a_run(row: Row, tmp_path: Path) -> None:
     server, lines = played(row, tmp_path / "loud", shouting)
     without, _ = played(row, tmp_path / "without", absent)
-    slots = [slot for piece in server.method for way in (piece.up, piece.told) for slot in way.values()]
+    slots = [slot for piece in server.method for way in (piece.up, piece.query) for slot in way.values()]
     if not any(slot.dtype.is_floating_point for slot in slots):
         return  # nothing is sent in which anybody could shout
     assert [[one["client"] for one in line["refused"]] for line in lines] == [[LIAR]] * ROUNDS

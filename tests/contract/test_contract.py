@@ -278,7 +278,7 @@ def test_what_is_declared_is_what_is_sent(case: Case, played: Played) -> None:
         assert_declared(reply.items, case.setup.sites.of(reply.client).specs("up"))
     for reply in engine.told:  # to one of those that asked
         asker = next(iter(reply.items)).partition(".")[0]
-        specs = case.setup.sites.of(reply.client).specs("told")
+        specs = case.setup.sites.of(reply.client).specs("query")
         assert_declared(
             reply.items, {key: spec for key, spec in specs.items() if key.startswith(f"{asker}.")}
         )
@@ -414,7 +414,7 @@ def test_what_a_client_returns_stays_as_it_is(case: Case, second: Second) -> Non
 def test_a_client_does_not_depend_on_the_others(case: Case, tmp_path: Path) -> None:
     """The first round in two orders, and a client all alone: the same replies, the same private state."""
     setup = case.setup
-    chosen = sample(FED, 0.6, 0, 1, everyone=setup.method.everyone)
+    chosen = sample(FED, 0.6, 0, 1, everyone=setup.method.full_participation)
     found: list[dict[int, Items]] = []
     for i, order in enumerate([chosen, chosen[::-1], chosen[-1:]]):
         folder = RunFolder(tmp_path / str(i))

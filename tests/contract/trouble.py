@@ -24,7 +24,7 @@ class _Trouble(Mechanism):
     client: int = 2
     once: str = ""
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if self.what == "sleep":
             time.sleep(0.3)
 

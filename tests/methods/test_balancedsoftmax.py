@@ -30,7 +30,9 @@ def batch(counts: list[int], rows: int = 12) -> tuple[Tensor, Tensor]:
 def loss_of(counts: list[int], logits: Tensor, y: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """The task loss of a client with these class counts, and its gradient with respect to the logits."""
     piece, my = BalancedSoftmax(**settings), Box()
-    piece.start(cast(Client, SimpleNamespace(data=SimpleNamespace(counts=torch.tensor(counts)))), my)
+    piece.before_training(
+        cast(Client, SimpleNamespace(data=SimpleNamespace(counts=torch.tensor(counts)))), my
+    )
     leaf = logits.clone().requires_grad_()
     loss = piece.task(cast(Step, SimpleNamespace(out=SimpleNamespace(logits=leaf), y=y)), my)
     assert loss is not None

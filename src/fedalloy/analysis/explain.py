@@ -29,25 +29,25 @@ from fedalloy.round.server import Server
 
 MOMENTS = {
     "build": "changes the model",
-    "born": "prepares a new client",
-    "load": "installs what was received",
-    "start": "begins the round",
+    "init_client": "prepares a new client",
+    "install": "installs what was received",
+    "before_training": "begins the round",
     "phases": "cuts up local training",
     "task": "replaces the task loss",
     "loss": "adds a loss term",
     "gradient": "wraps the gradient",
-    "trained": "has the last word on the model",
-    "finish": "ends local training",
+    "after_training": "has the last word on the model",
+    "upload": "ends local training",
     "seal": "has the last word on what leaves",
-    "tell": "asks clients about the new global model",
+    "answer": "asks clients about the new global model",
     "adapt": "adapts before evaluation",
     "predict": "predicts",
     "weigh": "weighs the replies",
-    "absorb": "looks at each reply",
+    "on_reply": "looks at each reply",
     "folded": "has the last word on what was folded",
-    "receive": "aggregates",
+    "aggregate": "aggregates",
     "account": "adds to the history",
-    "shown": "chooses what is evaluated",
+    "eval_models": "chooses what is evaluated",
 }
 
 
@@ -145,11 +145,11 @@ def traits(method: Alloy) -> dict[str, Any]:
         warnings.simplefilter("always", FedAlloyWarning)
         site = Site(method, "mlp", inputs, seed=0)
     model = 4 * size_of("mlp", inputs).parameters
-    seen = [*site.specs("up").values(), *site.specs("told").values()]
+    seen = [*site.specs("up").values(), *site.specs("query").values()]
     return {
         "architectures": "one" if "one architecture" in method.gives else "any",
         "models": "personal" if method.personal else "global",
-        "private_state": any(piece.has("born") for piece in method) or bool(site.own()),
+        "private_state": any(piece.implements("init_client") for piece in method) or bool(site.own()),
         "reveals": list(dict.fromkeys(_revealed(spec) for spec in seen if spec.bytes)),
         "advice": [str(note.message) for note in advice],
         **{way: count / model for way, count in bytes_per_round(method, site).items()},
@@ -202,27 +202,27 @@ def _algorithm(method: Alloy, down: Iterable[str], up: Iterable[str]) -> list[tu
     """One round, moment by moment: who does something, in the order in which it happens."""
 
     def named(*hooks: str) -> list[str]:
-        return [piece.label for piece in method if any(piece.has(hook) for hook in hooks)]
+        return [piece.label for piece in method if any(piece.implements(hook) for hook in hooks)]
 
     loss = " + ".join([*(named("task") or ["cross-entropy"]), *named("loss")])
     wrappers = [piece.label for piece in method.with_hook("gradient")]
     moments = [
         ("once: change the model", named("build")),
-        ("once: prepare a new client", named("born")),
+        ("once: prepare a new client", named("init_client")),
         ("the server sends", list(down)),
-        ("the client installs", named("load")),
-        ("the client begins", named("start")),
+        ("the client installs", named("install")),
+        ("the client begins", named("before_training")),
         ("local training in phases", named("phases")),
         ("each step: loss", [loss]),
         ("each step: gradient", [" → ".join(["loss", *wrappers, "optimiser"])]),
-        ("the client ends", named("finish")),
+        ("the client ends", named("upload")),
         ("the client seals", named("seal")),
         ("the client sends", list(up)),
         ("the server weighs", named("weigh")),
-        ("the server aggregates", named("absorb", "folded", "receive")),
+        ("the server aggregates", named("on_reply", "folded", "aggregate")),
         ("the server asks about the new model", [piece.label for piece in method.asking(last=False)]),
         ("after the last round: the server asks", [piece.label for piece in method if piece.asks_at_end]),
-        ("evaluation", named("adapt", "predict", "shown")),
+        ("evaluation", named("adapt", "predict", "eval_models")),
     ]
     return [(moment, ", ".join(who)) for moment, who in moments if who]
 
@@ -231,8 +231,10 @@ def _part(piece: Mechanism) -> dict[str, Any]:
     return {
         "name": piece.label,
         "settings": {f.name: _plain(getattr(piece, f.name)) for f in fields(piece)},
-        "does": [said for hook, said in MOMENTS.items() if piece.has(hook)],
-        "claims": sorted({*piece.claims, *(what for hook, what in CLAIMED_HOOKS.items() if piece.has(hook))}),
+        "does": [said for hook, said in MOMENTS.items() if piece.implements(hook)],
+        "claims": sorted(
+            {*piece.claims, *(what for hook, what in CLAIMED_HOOKS.items() if piece.implements(hook))}
+        ),
         "needs": sorted(piece.needs),
         "says": _says(piece),
     }
@@ -253,11 +255,11 @@ def _wire(direction: str, specs: dict[str, Spec]) -> list[dict[str, Any]]:
 
 def _asked(method: Alloy, site: Site) -> list[dict[str, Any]]:
     """The new global model and what clients tell of it, where a mechanism asks."""
-    rows, told = [], site.specs("told")
+    rows, told = [], site.specs("query")
     for piece in method.asking(last=True):
         model = {"weights": site.initial, "buffers": site.initial_buffers}
         down = {f"{piece.label}.{name}": Spec(Slot(), tuple(value.shape)) for name, value in model.items()}
-        up = {key: told[key] for key in (f"{piece.label}.{name}" for name in piece.told)}
+        up = {key: told[key] for key in (f"{piece.label}.{name}" for name in piece.query)}
         asked = _wire("down", down) + _wire("up", up)
         rows += [{**row, "reduce": ONCE} for row in asked] if piece.asks_at_end else asked
     return rows

@@ -7,8 +7,10 @@ merges equal ones and refuses what cannot work, naming both parts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import isfunction, signature
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from fedalloy.core.diagnostics import Seen
 from fedalloy.core.state import Box, Phase
 from fedalloy.core.views import ClientData, ClientView, Findings, Oracle, ReplicaView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
-from fedalloy.errors import FedAlloyError
+from fedalloy.errors import FedAlloyError, FedAlloyWarning
 
 Slots = Mapping[str, Slot]
 Names = frozenset[str]
@@ -31,9 +33,39 @@ class AlloyConflict(FedAlloyError):
     """Two parts that cannot work together, or a part that lacks what it needs."""
 
 
+RENAMED = {  # hooks that had other names up to version 0.1
+    "born": "init_client",
+    "open": "init_server",
+    "load": "install",
+    "start": "before_training",
+    "trained": "after_training",
+    "finish": "upload",
+    "sent": "after_upload",
+    "send": "download",
+    "absorb": "on_reply",
+    "receive": "aggregate",
+    "told": "query",
+    "tell": "answer",
+    "hear": "on_answers",
+    "shown": "eval_models",
+    "has": "implements",
+    "everyone": "full_participation",
+}
+
+
 @dataclass(frozen=True)
 class Mechanism:
     """The base of all mechanisms: every hook does nothing."""
+
+    def __init_subclass__(cls) -> None:
+        """Let a mechanism that was written with the old names of hooks work, with a warning."""
+        for old, new in RENAMED.items():
+            mine = vars(cls).get(old)
+            if new not in vars(cls) and _same_form(mine, vars(Mechanism)[new]):
+                warnings.warn(
+                    f"{cls.__name__}.{old} is now called {new}; rename it", FedAlloyWarning, stacklevel=2
+                )
+                setattr(cls, new, mine)
 
     # What crosses the wire (nothing else can), and how parts fit together.
     @property
@@ -45,7 +77,7 @@ class Mechanism:
         return {}
 
     @property
-    def told(self) -> Slots:  # what clients say of the new global model when the server asks
+    def query(self) -> Slots:  # what clients say of the new global model when the server asks
         return {}
 
     @property
@@ -84,7 +116,7 @@ class Mechanism:
         return False
 
     @property
-    def everyone(self) -> bool:
+    def full_participation(self) -> bool:
         """Whether every client trains in every round, whatever the participation."""
         return False
 
@@ -110,13 +142,13 @@ class Mechanism:
     def fits(self, site: ReplicaView) -> None:
         """The net is laid out: an AlloyConflict if this part cannot work on it."""
 
-    def born(self, client: ClientView, my: Box) -> None:
-        """The first time this client is seen."""
+    def init_client(self, client: ClientView, my: Box) -> None:
+        """Prepare the state of a client that has none yet."""
 
-    def load(self, client: ClientView, my: Box) -> None:
+    def install(self, client: ClientView, my: Box) -> None:
         """Install what was received; also before an evaluation, so nothing is trained here."""
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         """A round of training begins."""
 
     def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
@@ -135,10 +167,10 @@ class Mechanism:
         """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
         return oracle(step)
 
-    def trained(self, client: ClientView, my: Box) -> None:
-        """Local training is over: a last change of the model, before anybody looks at it in `finish`."""
+    def after_training(self, client: ClientView, my: Box) -> None:
+        """Local training is over: a last change of the model, before anybody looks at it in `upload`."""
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         """What goes up; the keys must equal `up`."""
         return {}
 
@@ -146,11 +178,11 @@ class Mechanism:
         """A last change of all that goes up, every part's items by "label.slot" (a claim)."""
         return items
 
-    def sent(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
         """What went up, every part's; where a part sealed it, as the server will see it."""
 
-    def tell(self, site: ReplicaView, data: ClientData) -> Items:
-        """Asked about the new global model, which stands in `site`: the keys must equal `told`; nothing is kept."""
+    def answer(self, site: ReplicaView, data: ClientData) -> Items:
+        """Asked about the new global model, which stands in `site`: the keys must equal `query`; nothing is kept."""
         return {}
 
     def adapt(self, client: ClientView, my: Box) -> None:
@@ -183,10 +215,10 @@ class Mechanism:
         return torch.split(coded, self.coded_size(site))
 
     # At the server.
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         """Before the first round."""
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         """The keys must equal `down`."""
         return {}
 
@@ -194,20 +226,20 @@ class Mechanism:
         """Aggregation weights for all `mean` slots (a claim); they need not sum to one."""
         return None
 
-    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
-        """A look at each usable reply as it is folded, before `receive`."""
+    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
+        """A look at each usable reply as it is folded, before `aggregate`."""
 
     def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
         """A last change of what was folded, by label and slot, before any part receives it (a claim)."""
         return got
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
-    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
-        """What clients tell when they are asked, usable replies one by one in ascending id, keys as in `told`."""
+    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+        """What clients tell when they are asked, usable replies one by one in ascending id, keys as in `query`."""
 
-    def shown(self, server: ServerView, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+    def eval_models(self, server: ServerView, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
         """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
         return {}
 
@@ -224,7 +256,7 @@ class Mechanism:
         """What this mechanism shows of a client after its local training."""
         return {}
 
-    def has(self, hook: str) -> bool:
+    def implements(self, hook: str) -> bool:
         """Whether this mechanism does anything at a hook."""
         return getattr(type(self), hook) is not getattr(Mechanism, hook)
 
@@ -233,6 +265,17 @@ class Mechanism:
             f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
         ]
         return f"{type(self).__name__.lower()}({', '.join(shown)})" if shown else type(self).__name__.lower()
+
+
+def _same_form(mine: object, hook: object) -> bool:
+    """Whether an attribute with the old name of a hook is that hook, and not a parameter or a helper of its owner."""
+    if isinstance(hook, property):
+        return isinstance(mine, property)
+    return (
+        isfunction(mine)
+        and isfunction(hook)
+        and len(signature(mine).parameters) == len(signature(hook).parameters)
+    )
 
 
 CLAIMED_HOOKS = {
@@ -283,7 +326,7 @@ class Alloy:
 
     def with_hook(self, hook: str) -> tuple[Mechanism, ...]:
         """The mechanisms that do something at a hook, in order."""
-        found = [piece for piece in self.pieces if piece.has(hook)]
+        found = [piece for piece in self.pieces if piece.implements(hook)]
         last = hook in ("gradient", "adapt")
         return tuple(sorted(found, key=lambda piece: piece.outermost)) if last else tuple(found)
 
@@ -306,8 +349,8 @@ class Alloy:
         return None if sharer is None else getattr(sharer, "part", sharer.shares)
 
     @property
-    def everyone(self) -> bool:
-        return any(piece.everyone for piece in self.pieces)
+    def full_participation(self) -> bool:
+        return any(piece.full_participation for piece in self.pieces)
 
     @property
     def whole(self) -> bool:
@@ -326,7 +369,7 @@ class Alloy:
 
     def asking(self, *, last: bool) -> list[Mechanism]:
         """The mechanisms that have a question when a round is over."""
-        return [piece for piece in self.pieces if piece.told and (last or not piece.asks_at_end)]
+        return [piece for piece in self.pieces if piece.query and (last or not piece.asks_at_end)]
 
     @property
     def personal(self) -> bool:
@@ -376,7 +419,7 @@ def _check_pair(first: Mechanism, second: Mechanism, pieces: tuple[Mechanism, ..
     for claim in sorted(first.claims & second.claims):
         raise AlloyConflict(f"{one} and {other} both claim {claim}; keep one of them")
     for hook, what in CLAIMED_HOOKS.items():
-        if first.has(hook) and second.has(hook):
+        if first.implements(hook) and second.implements(hook):
             raise AlloyConflict(f"{one} and {other} both claim {what}; keep one of them")
     for spoiler, victim in ((first, second), (second, first)):
         for need in sorted(spoiler.spoils & victim.needs):

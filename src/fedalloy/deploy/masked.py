@@ -41,7 +41,7 @@ CLIP = 8.0  # values beyond this, times the site's share of the largest weight, 
 def check_maskable(method: Alloy) -> None:
     """Refuse a method that needs more than one kind of sum, and say what it is that it needs."""
     for piece in method:
-        if piece.told:
+        if piece.query:
             raise FedAlloyError(
                 f"{method.title} asks clients about the new model ({piece}); that cannot be masked"
             )
@@ -49,7 +49,7 @@ def check_maskable(method: Alloy) -> None:
         raise FedAlloyError(
             f"{method.title} weighs every reply by itself ({claimant}); that cannot be masked"
         )
-    if looking := next(iter(method.with_hook("absorb")), None):
+    if looking := next(iter(method.with_hook("on_reply")), None):
         raise FedAlloyError(
             f"{method.title} looks at every reply by itself ({looking}); that cannot be masked"
         )

@@ -161,7 +161,7 @@ class Post:
         self.workshop, self.lobby, self.run = workshop, lobby, run
         self.limit, self.least, self.every = terms.round_limit, terms.least_replies, checkpoint_every
         sites = [workshop.sites.named(model) for model in workshop.sites.models]
-        slots = [[spec for way in ("up", "told") for spec in site.specs(way).values()] for site in sites]
+        slots = [[spec for way in ("up", "query") for spec in site.specs(way).values()] for site in sites]
         self.most_bytes = ROOM + 2 * max(sum(spec.bytes for spec in each) for each in slots)
 
     def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:

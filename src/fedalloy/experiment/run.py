@@ -274,7 +274,9 @@ def one_round(
     config, federation = setup.config, setup.federation
     watch = Stopwatch()
     server.round = number
-    chosen = sample(federation, config.participation, config.seed, number, everyone=setup.method.everyone)
+    chosen = sample(
+        federation, config.participation, config.seed, number, everyone=setup.method.full_participation
+    )
     mails = [server.send(client) for client in chosen]
     bytes_down = sent_by(mails)
     watch.lap("other")

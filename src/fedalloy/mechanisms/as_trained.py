@@ -14,10 +14,10 @@ class AsTrained(Mechanism):
 
     claims = frozenset({"the personal model"})
 
-    def born(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: Box) -> None:
         self._remember(client, my)
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         self._remember(client, my)
         return {}
 

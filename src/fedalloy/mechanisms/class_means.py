@@ -57,16 +57,16 @@ class ClassMeans(Mechanism):
             "counts": Slot("sum", ("classes",), torch.int64),
         }
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         classes = server.site.inputs.classes
         width = server.site.net.width if self.of == "features" else classes
         my.keep["means"] = torch.eye(classes) if self.identity else torch.zeros(classes, width)
         my.keep["seen"] = torch.full((classes,), self.identity)
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         return {"means": my.keep["means"], "seen": my.keep["seen"]}
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         means, counts = self.measured(client, my)
         return {"means": means, "counts": counts.clamp(max=1) if self.uniform else counts}
 
@@ -75,7 +75,7 @@ class ClassMeans(Mechanism):
         said = torch.cat([_said(self.of, out) for out in client.outputs(client.data.x)])
         return held_means(said, client.data.y), client.data.counts
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         held, old = got["counts"] > 0, my.keep["means"]
         mixed = torch.lerp(got["means"], old, self.momentum) if self.momentum else got["means"]
         fresh = torch.where(my.keep["seen"][:, None], mixed, got["means"])
@@ -91,7 +91,7 @@ class ClassMeans(Mechanism):
 class RunningMeans(ClassMeans):
     """ClassMeans of all that the model says while it trains, in place of a pass over the data at the end."""
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         width = client.net.width if self.of == "features" else client.data.classes
         my.memo["sums"] = client.received.new_zeros(client.data.classes, width, dtype=torch.float64)
         my.memo["counts"] = torch.zeros_like(client.data.counts)

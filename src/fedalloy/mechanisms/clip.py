@@ -21,7 +21,7 @@ class Clip(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["spans"] = [client.weights.span(part) for part in ("main", "aux")]
 
     def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:

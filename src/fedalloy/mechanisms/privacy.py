@@ -45,18 +45,18 @@ class Private(Mechanism):
                 "private(amplify=true) counts on nobody knowing who took part, but the server does; use where=server"
             )
 
-    def has(self, hook: str) -> bool:
-        return super().has(hook) and (hook != "folded" or self.where == "server")
+    def implements(self, hook: str) -> bool:
+        return super().implements(hook) and (hook != "folded" or self.where == "server")
 
     def refuses(self, other: Mechanism) -> str | None:
         bare = [name for name, slot in other.up.items() if not _covered(slot) and slot.shape != ("buffers",)]
-        for name in [*bare, *other.told]:  # whether there are buffers the net decides
+        for name in [*bare, *other.query]:  # whether there are buffers the net decides
             return f"{other.label}.{name} would leave a client neither clipped nor noised"
-        if other.has("weigh"):
+        if other.implements("weigh"):
             return "it weighs replies by what it sees in them, where a plain mean is promised"
-        if self.where == "server" and other.has("absorb"):
+        if self.where == "server" and other.implements("on_reply"):
             return "it looks at each reply, where noise only hides their mean"
-        if self.where == "server" and other.has("encode"):
+        if self.where == "server" and other.implements("encode"):
             return "what it decodes may be longer than what was clipped, unless where=client"
         return None
 

@@ -55,26 +55,26 @@ class Share(Mechanism):
         fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
         return {"weights": Slot(fold, relative=True), "buffers": Slot(fold, ("buffers",))}
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         site = server.site
         server.weights = site.initial[site.weights.span(self.part)].clone()
         server.buffers = self._sent(site.initial_buffers[site.weights.buffer_span(self.part)])
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         return {"weights": server.weights, "buffers": server.buffers}
 
-    def load(self, client: ClientView, my: Box) -> None:
+    def install(self, client: ClientView, my: Box) -> None:
         client.weights.flat[client.weights.span(self.part)] = my.got["weights"]
         if self.buffers == "average":
             client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         return {
             "weights": client.weights.flat[client.weights.span(self.part)].clone(),
             "buffers": self._sent(client.weights.buffers[client.weights.buffer_span(self.part)]),
         }
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         self.step(server, got["weights"], got["buffers"])
 
     def step(self, server: ServerView, average: Tensor, buffers: Tensor) -> None:

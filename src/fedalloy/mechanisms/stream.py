@@ -42,8 +42,8 @@ class Stream(Share):
             "buffers": Slot(shape=("buffers",)),
         }
 
-    def open(self, server: ServerView, my: Box) -> None:
-        super().open(server, my)
+    def init_server(self, server: ServerView, my: Box) -> None:
+        super().init_server(server, my)
         my.keep["updates"] = torch.empty(0)  # one behind the other
         my.keep["lengths"] = torch.empty(0, dtype=torch.int64)
         my.keep["latest"] = torch.tensor(
@@ -53,7 +53,7 @@ class Stream(Share):
             server.info.clients, dtype=torch.int64
         )  # when each client was last there
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         updates, lengths, since = my.keep["updates"], my.keep["lengths"], int(my.keep["last"][client])
         oldest = int(my.keep["latest"]) - len(lengths) + 1
         nothing = torch.empty(0)
@@ -63,7 +63,7 @@ class Stream(Share):
             dense, missed = nothing, updates[int(lengths[: since - oldest].sum()) :]
         return {"dense": dense, "updates": missed, "since": torch.tensor(since), "buffers": server.buffers}
 
-    def load(self, client: ClientView, my: Box) -> None:
+    def install(self, client: ClientView, my: Box) -> None:
         if len(my.got["dense"]):
             my.keep["x"] = my.got["dense"].clone()
         elif "x" not in my.keep:
@@ -79,7 +79,7 @@ class Stream(Share):
         client.weights.flat[client.weights.span(self.part)] = my.keep["x"]
         client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         before = server.weights
         update = server.site.encoded(self.server_lr * (got["weights"] - before), server.round)
         server.previous, server.buffers = before, got["buffers"]

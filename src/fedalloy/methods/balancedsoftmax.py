@@ -28,7 +28,7 @@ class BalancedSoftmax(Mechanism):
     absent_count: Literal[0, 1] = 1
     tau_prior: NonNegative = 1.0
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["prior"] = self.tau_prior * log_prior(client.data.counts, self.absent_count)
 
     def task(self, step: StepView, my: Box) -> Tensor | None:

@@ -107,7 +107,7 @@ class VirtualFeatures(Mechanism):
         return self.clients == "all"
 
     @property
-    def told(self) -> Slots:
+    def query(self) -> Slots:
         wide = ("features",) * (2 if self.cov == "full" else 1)
         return {
             "counts": Slot("sum", ("classes",), torch.int64),
@@ -115,13 +115,13 @@ class VirtualFeatures(Mechanism):
             "covariances": Slot("class_mean", ("held", *wide), counts="counts"),
         }
 
-    def tell(self, site: ReplicaView, data: ClientData) -> Items:
+    def answer(self, site: ReplicaView, data: ClientData) -> Items:
         z = torch.cat([out.features for out in outputs(site.net, data, data.x)])
         counts, means, covariances = moments(z, data.y, data.classes, self.cov)
         return {"counts": counts, "means": means.to(z.dtype), "covariances": covariances.to(z.dtype)}
 
-    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
-        site, said = server.site, (reply.items for reply in told)
+    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+        site, said = server.site, (reply.items for reply in answers)
         parts = ((one["counts"], one["means"], one["covariances"]) for one in said)
         gaussians = pooled(parts, site.inputs.classes, site.net.width, self.cov)
         z, y = self.virtual(gaussians, server.rng("virtual features"))
@@ -164,7 +164,7 @@ class VirtualFeatures(Mechanism):
                 leaf.grad = site.weights.grad[classifier(site.weights)]
                 optimiser.step()
 
-    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
+    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         if "calibrated" not in my.keep:
             return {}
         return {"global": my.keep["calibrated"], "uncalibrated": my.keep["uncalibrated"]}

@@ -40,17 +40,17 @@ class PersonalModel(Mechanism):
     needs = frozenset({"global model"})
     claims = frozenset({"the personal model"})
 
-    def born(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: Box) -> None:
         self._remember(client, my)  # v_k starts at the initial w
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         pull = max(self.candidates or (self.lam,)) * self._rate(client)
         if client.local.optimizer == "sgd" and not client.local.momentum and pull >= 2:
             raise FedAlloyError(
                 f"{self} overshoots: lam times the learning rate is {pull:g} and must stay below 2; lower either"
             )
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         ended = client.weights.flat.clone(), client.weights.buffers.clone()
         self.adapt(client, my)
         steps = client.local.steps if self.epochs is None else None

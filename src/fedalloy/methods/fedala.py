@@ -41,7 +41,7 @@ class ALA(Mechanism):
     needs = frozenset({"global model"})
     claims = frozenset({"the personal model"})
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if "w_k" not in my.keep:
             return  # the first participation starts from w
         top, first = self._top(client), "W" not in my.keep
@@ -60,7 +60,7 @@ class ALA(Mechanism):
         my.keep["W"] = W
         client.weights.flat[top] = mixed(w, w_k, W)
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         my.keep["w_k"], my.keep["buffers"] = client.weights.flat.clone(), client.weights.buffers.clone()
         return {}
 

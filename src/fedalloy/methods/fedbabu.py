@@ -42,15 +42,15 @@ class FixedHead(Share):
     def shares(self) -> str:
         return ""  # the server holds phi_0 as well
 
-    def open(self, server: ServerView, my: Box) -> None:
-        super().open(server, my)
+    def init_server(self, server: ServerView, my: Box) -> None:
+        super().init_server(server, my)
         if 0 < len(server.buffers) < server.site.weights.buffer_span(":").stop:
             raise FedAlloyError(f"{self} would fix layers with running statistics; fix fewer layers")
 
     def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, self.part, steps=client.local.steps)]
 
-    def shown(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
+    def eval_models(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
         return {"global": server.site.whole(self.part, server.weights, server.buffers)}
 
 

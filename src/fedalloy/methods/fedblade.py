@@ -104,7 +104,7 @@ class PBA(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans("features"),)
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         prototypes = client.box(self.brings[0]).got
         seen = prototypes["seen"]
         my.memo["P"] = prototypes["means"][seen]

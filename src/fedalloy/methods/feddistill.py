@@ -49,15 +49,15 @@ class OutputDistillation(Mechanism):
             else {}
         )
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         if self.leave_one_out:
             my.keep["held"] = torch.zeros(server.info.clients, server.site.inputs.classes, dtype=torch.bool)
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         held = my.keep.get("held")
         return {} if held is None else {"holders": held.sum(0), "mine": held[client]}
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         got = client.box(self._means).got
         rows, known = got["means"], got["seen"]
         if self.leave_one_out and "own" in my.keep:
@@ -74,18 +74,18 @@ class OutputDistillation(Mechanism):
         targets = my.memo["targets"][step.y[known]]
         return self.lam * F.cross_entropy(step.out.logits[known], targets, reduction="sum") / len(step.y)
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         if self.leave_one_out:
             means, counts = self._means.measured(client, client.box(self._means))
             my.keep["own"] = means.new_zeros(len(counts), means.shape[1])
             my.keep["own"][counts > 0] = means
         return {}
 
-    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
         if self.leave_one_out:
             my.memo[str(reply.client)] = reply.items[f"{self._means.label}.counts"] > 0
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         if self.leave_one_out:
             renewed = torch.stack(list(my.memo.values())).any(0)
             my.keep["held"] = my.keep["held"] & ~renewed

@@ -28,7 +28,7 @@ class SoftLabelDistillation(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans("probabilities", self.sl_momentum, identity=True),)
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["omega"] = client.box(self.brings[0]).got["means"]
 
     def loss(self, step: StepView, my: Box) -> Tensor | None:

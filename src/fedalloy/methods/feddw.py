@@ -38,7 +38,7 @@ class DW(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return HeadWithoutBias(), ClassMeans("probabilities", self.sl_momentum, identity=True)  # Omega_1 = I
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["omega"] = client.box(self.brings[1]).got["means"]
         my.memo["mu"] = self.mu / self.mu_decay ** ((client.round - 1) // self.mu_decay_every)
 

@@ -35,7 +35,7 @@ class Dynamic(Mechanism):
     needs = frozenset({"uniform weights", "global model"})
     claims = frozenset({"the server's step"})
 
-    def born(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: Box) -> None:
         my.keep["g"] = client.weights.zeros()
 
     def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
@@ -45,7 +45,7 @@ class Dynamic(Mechanism):
             g *= torch.clamp(self.max_grad_norm / (g.norm() + 1e-6), max=1.0)
         return g
 
-    def sent(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
         w_k = items.get("share.weights", client.weights.flat)  # what h will see of it, sealed or not
         my.keep["g"] -= self._alpha(client) * (w_k - client.received)  # = grad L_k at a minimiser of R_k
 
@@ -54,18 +54,18 @@ class Dynamic(Mechanism):
             return "it scales by the number of samples, which nobody is told"
         return None
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         my.keep["h"] = torch.zeros_like(server.weights)
         my.keep["mean"] = server.weights
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         mean = my.keep["mean"] = server.weights
         my.keep["h"] = my.keep["h"] - self.alpha * server.participation * (
             mean - server.previous
         )  # 1/m, all clients
         server.weights = mean - my.keep["h"] / self.alpha
 
-    def shown(self, server: ServerView, my: Box) -> dict[str, Tensor]:
+    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
         models = {"mean": my.keep["mean"], "server": server.weights}
         return {"global": models[self.eval_model], **models}
 

@@ -64,14 +64,14 @@ class Anchors(Mechanism):
         held = Slot("class_mean", ("held", "features"), counts="counts")
         return {"anchors": held, "counts": Slot("sum", ("classes",), torch.int64)}
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         classes, width = server.site.inputs.classes, server.site.net.width
         my.keep["anchors"] = first_anchors(classes, width, server.rng("anchors"))
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         return {"anchors": my.keep["anchors"]}
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["moving"] = my.got["anchors"].clone()
         self._new_epoch(my, 0)
 
@@ -89,13 +89,13 @@ class Anchors(Mechanism):
         my.memo["batches"] += 1
         return g
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         self._move(my)
         if not self.class_weighted:
             return {"anchors": my.memo["moving"]}
         return {"anchors": my.memo["moving"][client.data.counts > 0], "counts": client.data.counts}
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         held = (got["counts"] > 0)[:, None] if self.class_weighted else torch.tensor(True)
         my.keep["anchors"] = torch.where(held, got["anchors"], my.keep["anchors"])
 
@@ -127,7 +127,7 @@ class AnchoredHead(Mechanism):
     def outermost(self) -> bool:
         return True  # it moves weights between two steps, while no wrapper is looking
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         leaf = client.weights.flat[classifier(client.weights)].detach()
         make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[self.optimizer]
         my.memo.update(leaf=leaf, optimiser=make([leaf], lr=self.lr), epoch=0)
@@ -139,7 +139,7 @@ class AnchoredHead(Mechanism):
             self._calibrate(step.client, my)
         return oracle(step)
 
-    def trained(self, client: ClientView, my: Box) -> None:
+    def after_training(self, client: ClientView, my: Box) -> None:
         if client.steps and self.schedule != "before":
             self._calibrate(client, my)
 

@@ -117,12 +117,12 @@ class Augmented(Mechanism):
                 longer.append(Jitter(ends[place], self.prob, self.momentum))
         site.net.body = longer
 
-    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
         views = server.site.weights.buffer_layout.views(reply.items["share.buffers"])
         for name in layers(server.site.net):
             my.memo.setdefault(name, []).append(views[f"{name}.statistics"].double())
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         if len(server.participants) < 2:
             return  # one client has no variance: the old one stays
         server.buffers = server.buffers.clone()

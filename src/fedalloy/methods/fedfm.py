@@ -51,25 +51,25 @@ class ClassAnchors(ClassMeans):
         return self._anchors if self.one_trip else {}
 
     @property
-    def told(self) -> Slots:
+    def query(self) -> Slots:
         return {} if self.one_trip else self._anchors
 
-    def finish(self, client: ClientView, my: Box) -> Items:
-        return super().finish(client, my) if self.one_trip else {}
+    def upload(self, client: ClientView, my: Box) -> Items:
+        return super().upload(client, my) if self.one_trip else {}
 
-    def tell(self, site: ReplicaView, data: ClientData) -> Items:
+    def answer(self, site: ReplicaView, data: ClientData) -> Items:
         z = torch.cat([out.features for out in outputs(site.net, data, data.x)])
         return {"means": held_means(z, data.y), "counts": data.counts}
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         if got:
-            super().receive(server, my, self._equal(my, got) if self.equal_avg else got)
+            super().aggregate(server, my, self._equal(my, got) if self.equal_avg else got)
 
-    def hear(self, server: ServerView, my: Box, told: Iterator[Reply]) -> None:
-        fold = Fold(self.told)
-        for reply in told:
+    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+        fold = Fold(self.query)
+        for reply in answers:
             fold.add(reply)
-        self.receive(server, my, fold.got())
+        self.aggregate(server, my, fold.got())
 
     @property
     def _anchors(self) -> Slots:
@@ -121,7 +121,7 @@ class Matching(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassAnchors(one_trip=self.one_trip, equal_avg=self.equal_avg),)
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         anchors = client.box(self.brings[0]).got
         my.memo["A"], my.memo["seen"] = anchors["means"], anchors["seen"]
         my.memo["on"] = bool(self.lam) and client.round - 1 >= self.start_round

@@ -50,16 +50,16 @@ class GlobalHead(Mechanism):
     def up(self) -> Slots:
         return each_mean()
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         server.weights = server.site.initial[server.site.shared].clone()
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         return {"weights": server.weights}
 
-    def load(self, client: ClientView, my: Box) -> None:
+    def install(self, client: ClientView, my: Box) -> None:
         client.weights.flat[client.site.shared] = my.got["weights"]
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         if self.evaluate == "trained":
             my.keep["head"] = client.weights.flat[client.site.shared].clone()
         return mean_features(client)
@@ -69,7 +69,7 @@ class GlobalHead(Mechanism):
             client.weights.flat[client.site.shared] = my.keep["head"]
 
     @torch.enable_grad()
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         means, y = labelled(got)
         flat = server.weights.clone().requires_grad_()
         optimiser = torch.optim.SGD([flat], lr=self.lr)

@@ -62,7 +62,7 @@ class StudentRate(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if client.local.optimizer != "sgd":
             raise FedAlloyError(f"{self} needs --optimizer sgd: others do not feel the length of a gradient")
         my.memo["span"], my.memo["factor"] = client.weights.span("aux"), self.lr / client.local.lr

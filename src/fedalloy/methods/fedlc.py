@@ -46,7 +46,7 @@ class Calibration(Mechanism):
     form: Form = "softmax"
     absent: Absent = "mask"
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         counts = client.data.counts
         my.memo["margins"] = margins(counts, self.tau, self.absent)
         my.memo["pairwise"] = self.form == "pairwise" and int((counts > 0).sum()) > 1

@@ -56,12 +56,12 @@ class Normalised(Share):
             "tau": Slot(shape=(), least=0),
         }
 
-    def open(self, server: ServerView, my: Box) -> None:
-        super().open(server, my)
+    def init_server(self, server: ServerView, my: Box) -> None:
+        super().init_server(server, my)
         if self.server_momentum:
             my.keep["u"] = torch.zeros_like(server.weights)
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         prox = client.method.find(Prox)
         a = normaliser(client.local, client.lr, client.steps, prox.mu if prox else 0.0)
         span, buffers = client.weights.span(self.part), client.weights.buffer_span(self.part)
@@ -81,7 +81,7 @@ class Normalised(Share):
         ]
         return weights if any(weights) else [1.0] * len(replies)
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         update = got["tau"] * got["update"]
         if self.server_momentum:
             update = my.keep["u"] = self.server_momentum * my.keep["u"] + update

@@ -42,7 +42,7 @@ class CentroidAlignment(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans(),)
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         got = client.box(ClassMeans()).got
         targets, seen, held = got["means"].clone(), got["seen"], client.data.counts > 0
         my.memo["targets"] = targets if bool(seen.any()) else None
@@ -81,31 +81,31 @@ class HeadCombination(Mechanism):
     def up(self) -> Slots:
         return {"head": Slot("all"), "H": Slot("all", ("classes", "features")), "V": Slot("all", (), least=0)}
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         my.keep["mean"] = server.site.initial[server.site.weights.span(self.part)].clone()
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         first = server.site.initial[server.site.weights.span(self.part)]
         return {"head": my.keep.get(f"head{client}", first)}
 
-    def load(self, client: ClientView, my: Box) -> None:
+    def install(self, client: ClientView, my: Box) -> None:
         client.weights.flat[client.weights.span(self.part)] = my.got["head"]
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["H"], my.memo["V"] = statistics(features(client), client.data.y, client.data.classes)
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         head = client.weights.flat[client.weights.span(self.part)].clone()
         return {"head": head, "H": my.memo["H"], "V": my.memo["V"]}
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         H, V, heads = (torch.stack(list(got[name].values())).double() for name in ("H", "V", "head"))
         n = torch.tensor([reply.samples for reply in server.participants], dtype=torch.float64)
         combined = (combination(H.flatten(1), V) @ heads).to(server.weights.dtype)
         my.keep |= {f"head{k}": head.clone() for k, head in zip(got["head"], combined, strict=True)}
         my.keep["mean"] = (n / n.sum() @ heads).to(server.weights.dtype)
 
-    def shown(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
+    def eval_models(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
         share = server.method.find(Share)
         assert share is not None  # fedpac shares the body
         flat, buffers = server.site.whole(share.part, server.weights, server.buffers)

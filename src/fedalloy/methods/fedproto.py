@@ -29,7 +29,7 @@ class PrototypePull(Mechanism):
 
     needs = frozenset({"class means of features"})
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["P"], my.memo["seen"] = prototypes(client)
 
     def loss(self, step: StepView, my: Box) -> Tensor | None:

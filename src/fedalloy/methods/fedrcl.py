@@ -45,7 +45,7 @@ class Relaxed(Mechanism):
         if self.levels and max(self.levels) >= found:
             raise FedAlloyError(f"{self}: {site.model} has the levels 0 to {found - 1}; pick among these")
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if (self.w_s or self.w_p) and "levels" not in client.site.memo:
             client.site.memo["levels"] = Levels(client.net, client.site.inputs)
 

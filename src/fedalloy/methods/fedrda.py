@@ -183,7 +183,7 @@ class Deviation(Mechanism):
         if self._rank(r1) >= r1:
             raise FedAlloyError(f"rank={self.rank:g} leaves nothing of {r1} compact features; lower it")
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if not self.gamma or not client.data.samples:
             return
         my.memo["frozen"] = client.frozen(client.received, client.received_buffers)

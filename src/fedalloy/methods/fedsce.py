@@ -50,13 +50,13 @@ class SubspaceConstraint(Mechanism):
                 f"the subspace constraint covers {covered}; {advice}", FedAlloyWarning, stacklevel=2
             )
 
-    def born(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: Box) -> None:
         draw = generator(client.seed, client.id, "subspace")
         length = len(client.weights.flat[self._span(client)])
         drawn = torch.linalg.qr(torch.randn(length, self.rank, generator=draw)).Q
         my.keep["P"] = drawn.to(client.site.device)
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["span"] = span = self._span(client)
         my.memo["began"] = client.received[span]
 
@@ -67,7 +67,7 @@ class SubspaceConstraint(Mechanism):
             g[my.memo["span"]] += 2 * self.mu * outside(delta, P)
         return g
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         delta = self._moved(client, my)
         due = (client.round - 1) % self.every == 0  # t mod s = 0; rounds are counted from 1, t from 0
         if due and bool(torch.isfinite(delta).all()):  # else diverged, and an SVD would raise
@@ -111,7 +111,7 @@ class Contribution(Mechanism):
     def up(self) -> Slots:
         return {"moved": Slot("all", (), least=0), "shifted": Slot("all", (), least=0)}
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         span = client.weights.span("aux")
         moved = (client.weights.flat[span] - client.received[span]).norm()
         before = client.frozen(client.received, client.received_buffers).net.aux

@@ -51,7 +51,7 @@ class Perturbed(Mechanism):
 
     needs = frozenset({"global model"})
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         if self.rho:
             my.memo["global"] = client.frozen(client.received, client.received_buffers)
 

@@ -39,13 +39,13 @@ class Duals(Subspace):
     def needs(self) -> Names:
         return super().needs | {"mean updates"}
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         if not server.local.plain_sgd:
             raise FedAlloyError(
                 "FedSub's dual step needs plain SGD; use --optimizer sgd --momentum 0 --weight-decay 0"
             )
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.keep["dual"] = self._renewed(client, my)
         my.memo["push"] = my.keep["dual"] / (client.lr * _planned(client))
 
@@ -55,7 +55,7 @@ class Duals(Subspace):
         projected = torch.cat([self._scaled(block, g) for block in self.blocks(site, round)])
         return self.decode(site, projected + my.memo["push"], round)
 
-    def sent(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
         moved = items["share.weights"] - client.received
         my.keep["B"] = self.encode(client.site, moved, client.round)
         my.keep["round"] = torch.tensor(client.round)

@@ -79,18 +79,18 @@ class TrainedPrototypes(Mechanism):
     def up(self) -> Slots:
         return each_mean()
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         self._store(my, self._net(server))
         my.keep["seen"] = torch.zeros(server.site.inputs.classes, dtype=torch.bool)
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         return {"means": my.keep["P"], "seen": my.keep["seen"]}
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         return mean_features(client)
 
     @torch.enable_grad()
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         means, y = labelled(got)
         net = self._net(server)
         net.load_state_dict({name: my.keep[f"net.{name}"] for name in net.state_dict()})

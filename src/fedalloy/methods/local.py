@@ -15,7 +15,7 @@ class Alone(Mechanism):
     claims = frozenset({"the aggregation of weights"})
 
     @property
-    def everyone(self) -> bool:
+    def full_participation(self) -> bool:
         return not self.participation_applies
 
 

@@ -46,7 +46,7 @@ class Contrast(Mechanism):
 
     needs = frozenset({"global model"})
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         previous = [i for i in range(self.buffer_size) if f"prev{i}" in my.keep] if self.mu else []
         my.memo["prev"] = [client.frozen(my.keep[f"prev{i}"], my.keep[f"stats{i}"]) for i in previous]
         if previous:  # a client's first participation has nothing to contrast with
@@ -58,7 +58,7 @@ class Contrast(Mechanism):
         references = [step.seen_by(net).embedding for net in (my.memo["global"], *my.memo["prev"])]
         return self.mu * contrast(step.out.embedding, references, self.temperature)
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         for i in reversed(range(1, self.buffer_size)):  # first in, first out: prev0 is the newest
             if f"prev{i - 1}" in my.keep:
                 my.keep[f"prev{i}"], my.keep[f"stats{i}"] = my.keep[f"prev{i - 1}"], my.keep[f"stats{i - 1}"]

@@ -44,7 +44,7 @@ class Meta(Mechanism):
         rate = replace(client.local, lr=self.beta).rate(client.round)
         return [Phase(epochs, lr=rate, steps=client.local.steps, plain=True)]
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["streams"] = {name: shuffled(client, name) for name in ("inner", "curvature")}
 
     def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:

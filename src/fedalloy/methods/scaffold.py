@@ -50,16 +50,16 @@ class Control(Mechanism):
             else {"dc": Slot(fold, increment=True)}
         )
 
-    def open(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: Box) -> None:
         my.keep["c"] = torch.zeros_like(server.weights)
 
-    def send(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: Box, client: int) -> Items:
         return {"c": my.keep["c"]}
 
-    def born(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: Box) -> None:
         my.keep["c_k"] = client.weights.zeros()
 
-    def start(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: Box) -> None:
         my.memo["correction"] = my.got["c"] - my.keep["c_k"]
         rule = self._rule(client)
         if self.lean_upload and rule != "option2":
@@ -76,7 +76,7 @@ class Control(Mechanism):
         corrected: Tensor = g + my.memo["correction"]
         return corrected
 
-    def finish(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: Box) -> Items:
         dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
         dc = client.as_sent(dc)  # both ends apply the same change, also where a codec loses a part of it
         if self.lean_upload:
@@ -84,14 +84,14 @@ class Control(Mechanism):
             return {"steps": torch.tensor(float(client.steps))}
         return {"dc": dc}
 
-    def sent(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
         if not self.lean_upload:
             my.keep["c_k"] += items[f"{self.label}.dc"]
 
-    def has(self, hook: str) -> bool:
-        return super().has(hook) and (hook != "absorb" or self.lean_upload)
+    def implements(self, hook: str) -> bool:
+        return super().implements(hook) and (hook != "on_reply" or self.lean_upload)
 
-    def absorb(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
         steps = float(reply.items["control.steps"]) if self.lean_upload else 0.0
         if steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
             moved = reply.items["share.weights"] - server.weights
@@ -102,7 +102,7 @@ class Control(Mechanism):
             )
             my.memo["change"] = my.memo.get("change", 0) + share * dc
 
-    def receive(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
         share = server.participation_by_size if self.agg_weights == "size" else server.participation
         change = my.memo.get("change", 0) if self.lean_upload else share * got["dc"]
         my.keep["c"] = my.keep["c"] + change  # (1/N) sum over S of dc_k: N counts all clients

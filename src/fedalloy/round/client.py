@@ -1,17 +1,17 @@
 """One round at one client: a pure function of the method, its own data, its own keep and the mail.
 
-    mail ─► born (once) ─► load ─► start
-                                     │
-              ┌──────────────────────▼───────────────────────────────┐
+    mail ─► init_client (no state yet) ─► install ─► before_training
+                                                          │
+              ┌───────────────────────────────────────────▼──────────┐
               │ for each phase, epoch, batch:                        │
               │     task + Σ loss ─► backward ─► gradient wrappers   │
               │     one optimiser step                               │
               └──────────────────────┬───────────────────────────────┘
                                      ▼
-                            trained ─► finish ─► seal ─► sent ─► reply, keep
+                  after_training ─► upload ─► seal ─► after_upload ─► reply, keep
 
-An evaluation takes the short way: mail ─► born (once) ─► load ─► adapt ─► predict; so does a question about the new
-global model: mail ─► tell.
+An evaluation takes the short way: mail ─► init_client (no state yet) ─► install ─► adapt ─► predict; so does a question
+about the new global model: mail ─► answer.
 """
 
 import math
@@ -76,8 +76,8 @@ class Client:
         if keep:
             site.put_own(keep)
         else:
-            self._each("born")
-        self._each("load")
+            self._each("init_client")
+        self._each("install")
         self.received = self.weights.flat.clone()  # the model before anything is trained
         self.received_buffers = self.weights.buffers.clone()
 
@@ -125,7 +125,7 @@ class Client:
 
     def train(self) -> float:
         """All phases of local training; the mean loss per step."""
-        self._each("start")
+        self._each("before_training")
         oracle = self._onion()
         losses: list[Tensor] = []
         for number, phase in enumerate(self._phases()):
@@ -134,7 +134,7 @@ class Client:
                 self.seen += len(step.y)
                 losses.append(step.value)
         self._rest()
-        self._each("trained")
+        self._each("after_training")
         return float(torch.stack(losses).double().mean()) if losses else 0.0
 
     def fit(
@@ -152,7 +152,7 @@ class Client:
         """Every mechanism's upload, checked against what it declared, sealed where a part does so."""
         items: Items = {}
         for piece in self.method:
-            sent = piece.finish(self, self.box(piece))
+            sent = piece.upload(self, self.box(piece))
             assert sent.keys() == piece.up.keys(), (
                 f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
             )
@@ -162,8 +162,8 @@ class Client:
         sealed = sealer.seal(self, self.box(sealer), items) if sealer else items
         packed = self.site.pack("up", sealed, shared, self.round)
         seen = self.site.unpack("up", packed, shared, self.round) if sealer else items
-        for piece in self.method.with_hook("sent"):
-            piece.sent(self, self.box(piece), seen)
+        for piece in self.method.with_hook("after_upload"):
+            piece.after_upload(self, self.box(piece), seen)
         return packed
 
     def as_sent(self, value: Tensor) -> Tensor:
@@ -364,8 +364,10 @@ def client_told(method: Alloy, site: Site, data: ClientData, mail: Mail) -> Repl
     label = next(iter(mail.items)).partition(".")[0]
     asker = next(piece for piece in method if piece.label == label)
     site.showing("global", mail.items[f"{label}.weights"], mail.items[f"{label}.buffers"])
-    told = asker.tell(site, data)
-    assert told.keys() == asker.told.keys(), f"{asker} declared {sorted(asker.told)} but told {sorted(told)}"
+    told = asker.answer(site, data)
+    assert told.keys() == asker.query.keys(), (
+        f"{asker} declared {sorted(asker.query)} but told {sorted(told)}"
+    )
     items = {f"{label}.{name}": value for name, value in told.items()}
     return Reply(mail.round, mail.client, items, data.samples, seconds=time.perf_counter() - began)
 

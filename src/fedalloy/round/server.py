@@ -40,8 +40,8 @@ class Server:
         self.most_norm: float | None = None  # how many times as long as usual a reply may be
         self._declared = site.specs("up")
         self._variances = _variances(site)
-        for piece in method.with_hook("open"):
-            piece.open(self, self.box(piece))
+        for piece in method.with_hook("init_server"):
+            piece.init_server(self, self.box(piece))
 
     def box(self, piece: Part) -> Box:
         return self.boxes[piece.label]
@@ -63,7 +63,7 @@ class Server:
         """One client's mail, checked against what the mechanisms declared."""
         items: Items = {}
         for piece in self.method:
-            sent = piece.send(self, self.box(piece), client)
+            sent = piece.download(self, self.box(piece), client)
             assert sent.keys() == piece.down.keys(), (
                 f"{piece} declared {sorted(piece.down)} but sent {sorted(sent)}"
             )
@@ -78,8 +78,8 @@ class Server:
         claimant = self.method.claimant("weigh")
         held: list[Reply] = []
         for reply in self._believable(expected, replies, "up", self._declared, outcome):
-            for piece in self.method.with_hook("absorb"):
-                piece.absorb(self, self.box(piece), reply)
+            for piece in self.method.with_hook("on_reply"):
+                piece.on_reply(self, self.box(piece), reply)
             if claimant:
                 held.append(reply)  # its weights need every reply
             else:
@@ -96,7 +96,7 @@ class Server:
             if last := self.method.claimant("folded"):
                 got = last.folded(self, self.box(last), got)
             for piece in self.method:
-                piece.receive(self, self.box(piece), got[piece.label])
+                piece.aggregate(self, self.box(piece), got[piece.label])
         for box in self.boxes.values():
             box.memo.clear()
         return outcome
@@ -110,11 +110,11 @@ class Server:
     @torch.no_grad()
     def hear(self, asker: Mechanism, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
         """Hand what clients told to the mechanism that asked."""
-        outcome, specs = Outcome(), self.site.specs("told")
-        declared = {key: specs[key] for key in (f"{asker.label}.{name}" for name in asker.told)}
-        found = self._believable(expected, replies, "told", declared, outcome)
-        told = (replace(reply, items=_of(asker.label, asker.told, reply)) for reply in found)
-        asker.hear(self, self.box(asker), told)
+        outcome, specs = Outcome(), self.site.specs("query")
+        declared = {key: specs[key] for key in (f"{asker.label}.{name}" for name in asker.query)}
+        found = self._believable(expected, replies, "query", declared, outcome)
+        told = (replace(reply, items=_of(asker.label, asker.query, reply)) for reply in found)
+        asker.on_answers(self, self.box(asker), told)
         for _ in told:  # whoever was not listened to
             pass
         self.box(asker).memo.clear()
@@ -175,9 +175,9 @@ class Server:
         if shared == "aux" and "an auxiliary model" in self.method.gives:
             models["aux"] = self.weights
         for piece in sorted(
-            self.method.with_hook("shown"), key=lambda piece: bool(piece.told)
+            self.method.with_hook("eval_models"), key=lambda piece: bool(piece.query)
         ):  # who asked comes last
-            models |= piece.shown(self, self.box(piece))
+            models |= piece.eval_models(self, self.box(piece))
         return {
             name: model if isinstance(model, tuple) else (model, buffers) for name, model in models.items()
         }

@@ -37,7 +37,7 @@ def run_seconds(config: Config) -> float:
     """Of one run with all its workers."""
     train, test, inputs = DATA[config.data]
     method = registry.method(config.method)
-    participation = 1.0 if method.everyone else config.participation
+    participation = 1.0 if method.full_participation else config.participation
     whole = min(config.limit or train, train)
     held = whole * (1 - config.test_share)
     asked = max(1.0, config.clients * participation)
