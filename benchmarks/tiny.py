@@ -35,20 +35,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as room, one_thread():
         config = CASES["T"].config(Path(room), rounds=1)
         setup = Setup(config)
-        shop = setup.workshop(RunFolder.create(Path(room) / "run", config))
+        shop = setup.runtime(RunFolder.create(Path(room) / "run", config))
         server = setup.server()
         server.round = 1
         fed = setup.federation
         client = int((fed.sizes - 20).abs().argmin())  # twenty samples: one step
-        mail, data, site = server.send(client), fed.client(client), shop.sites.of(client)
+        mail, data, replica = server.send(client), fed.client(client), shop.replicas.of(client)
 
         def made() -> Client:
-            return Client(setup.method, site, data, fed.info, shop.local, {}, mail, 0)
+            return Client(setup.method, replica, data, fed.info, shop.local, {}, mail, 0)
 
         one = made()
         oracle = one._onion()
         step = next(iter(one._steps(0, Phase(1), data)))
-        optimiser = shop.local.optimiser(site.weights.flat.detach(), 0.01)
+        optimiser = shop.local.optimiser(replica.weights.flat.detach(), 0.01)
         net = textbook("mlp", fed.dataset.inputs)
         start = {name: value.clone() for name, value in net.state_dict().items()}
         mean = {name: torch.zeros_like(value) for name, value in start.items()}
@@ -72,12 +72,12 @@ def main() -> None:
         rows = {
             "a client of the bare loop": bare,
             "  of it, forward and backward": autograd,
-            "a client here": lambda: shop.open(mail),
+            "a client here": lambda: shop.handle(mail),
             "  its data": lambda: fed.client(client),
             "  model, mail, drawers": made,
             "  order and batches": lambda: list(one._steps(0, Phase(1), data)),
             "  forward and backward": lambda: oracle(step),
-            "  optimiser": lambda: optimiser(site.weights.grad),
+            "  optimiser": lambda: optimiser(replica.weights.grad),
             "  reply": one.finish,
         }
         for name, call in rows.items():

@@ -33,19 +33,19 @@ class Direction(fa.Mechanism):
     def down(self) -> Slots:
         return {"d": fa.Slot(increment=True)}
 
-    def init_server(self, server: ServerView, my: fa.Box) -> None:
-        my.keep["d"] = torch.zeros_like(server.weights)
+    def init_server(self, server: ServerView, my: fa.State) -> None:
+        my.persistent["d"] = torch.zeros_like(server.weights)
 
-    def download(self, server: ServerView, my: fa.Box, client: int) -> Items:
-        return {"d": my.keep["d"]}
+    def download(self, server: ServerView, my: fa.State, client: int) -> Items:
+        return {"d": my.persistent["d"]}
 
-    def gradient(self, step: StepView, my: fa.Box, oracle: Oracle) -> Tensor:
-        return self.alpha * oracle(step) + (1 - self.alpha) * my.got["d"]
+    def gradient(self, step: StepView, my: fa.State, oracle: Oracle) -> Tensor:
+        return self.alpha * oracle(step) + (1 - self.alpha) * my.received["d"]
 
-    def aggregate(self, server: ServerView, my: fa.Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: fa.State, got: Mapping[str, Any]) -> None:
         steps = sum(reply.steps for reply in server.participants) / len(server.participants)
         moved = server.previous - server.weights
-        my.keep["d"] = moved / max(steps * server.local.rate(server.round), 1e-12)
+        my.persistent["d"] = moved / max(steps * server.local.rate(server.round), 1e-12)
 
 
 @fa.recipe("FedCM", family="optimisation", paper="Xu, Wang, Wang, Yao, 2021")

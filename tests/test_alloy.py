@@ -17,7 +17,7 @@ from fedalloy.analysis.explain import explain
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, alloy
 from fedalloy.core.expression import parse
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.core.wire import Items, Slot
@@ -32,7 +32,7 @@ from fedalloy.methods.fedprox import Prox
 from fedalloy.methods.moon import Projector
 from fedalloy.methods.scaffold import Control
 from fedalloy.round.client import client_model, client_round, client_told
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 from fuzzing import examples
 
@@ -79,8 +79,8 @@ def trained_or_refused(method: Alloy) -> None:
 def trained(method: Alloy) -> Server:
     """Two rounds of two clients, without files, and a look at a personal model."""
     model = BARE if method.find(Private) else MODEL  # statistics of BatchNorm are nothing that is covered
-    site = Site(method, model, FED.dataset.inputs, seed=0)
-    server = Server(method, site, FED.info, LOCAL, seed=0)
+    replica = Replica(method, model, FED.dataset.inputs, seed=0)
+    server = Server(method, replica, FED.info, LOCAL, seed=0)
     keeps: dict[int, Items] = {0: {}, 1: {}}
     with one_thread():
         for server.round in (1, 2):
@@ -88,18 +88,18 @@ def trained(method: Alloy) -> Server:
             for client, keep in keeps.items():
                 mail = server.send(client)
                 reply, keeps[client] = client_round(
-                    method, site, FED.client(client), FED.info, LOCAL, keep, mail, seed=0
+                    method, replica, FED.client(client), FED.info, LOCAL, keep, mail, seed=0
                 )
                 replies.append(reply)
             outcome = server.receive(list(keeps), replies)
             assert not outcome.refused, outcome.refused
             for asker in method.asking(last=server.round == 2):
                 asked = server.ask(asker, list(keeps))
-                told = [client_told(method, site, FED.client(mail.client), mail) for mail in asked]
+                told = [client_told(method, replica, FED.client(mail.client), mail) for mail in asked]
                 assert not server.hear(asker, list(keeps), told).refused
         if method.personal:
             mail, data = server.send(0, "evaluate"), FED.client(0)
-            tested = client_model(method, site, data, FED.info, LOCAL, keeps[0], mail, seed=0)
+            tested = client_model(method, replica, data, FED.info, LOCAL, keeps[0], mail, seed=0)
             assert bool(torch.isfinite(tested(data.x_test)).all())
     for items in (server.state(), *keeps.values()):
         assert all(bool(torch.isfinite(value).all()) for value in items.values())
@@ -221,7 +221,7 @@ class _Tag(Mechanism):
     def label(self) -> str:
         return f"tag{self.letter}"
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
         self.tags.append(self.letter)
         return g
@@ -254,14 +254,14 @@ class _Times(Mechanism):
     def label(self) -> str:
         return f"times{self.factor}{self.plus}"
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         return oracle(step) * self.factor + self.plus
 
 
 def test_the_first_part_is_the_innermost() -> None:
     """A factor of 0 hides what is inside it, not what is outside."""
     hide, push = _Times(factor=0.0), _Times(plus=0.01)
-    start = Site(alloy("start", Share()), MODEL, FED.dataset.inputs, seed=0).initial
+    start = Replica(alloy("start", Share()), MODEL, FED.dataset.inputs, seed=0).initial
     assert torch.equal(trained(alloy("inside", Share(), push, hide)).weights, start)
     assert not torch.equal(trained(alloy("outside", Share(), hide, push)).weights, start)
 
@@ -272,7 +272,7 @@ class _Last(Mechanism):
 
     number: float = 0.5
 
-    def after_training(self, client: ClientView, my: Box) -> None:
+    def after_training(self, client: ClientView, my: State) -> None:
         assert not client.net.training
         client.weights.flat.fill_(self.number)
 
@@ -339,7 +339,7 @@ class Shout(Mechanism):
     def up(self) -> dict[str, Slot]:
         return {"sound": Slot("sum", ())}
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         return {"sound": torch.tensor(float(self.volume))}
 
 

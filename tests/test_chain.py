@@ -15,7 +15,7 @@ from fedalloy.experiment.run import train
 from fedalloy.models import build
 from fedalloy.models.adopt import adopt
 from fedalloy.models.chain import Layer, chain, descend
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 
 PIXELS = Inputs("image", (1, 8, 8), classes=10)
 
@@ -98,10 +98,10 @@ def test_other_models_too(model: str) -> None:
 
 def test_no_chain_for_other_precisions_or_methods_with_another_head() -> None:
     fedavg = registry.make("fedavg")
-    assert len(Site(fedavg, "mlp", PIXELS, seed=0).chain) == 2
-    assert Site(fedavg, "mlp", PIXELS, seed=0, precision="bf16").chain == ()
-    assert Site(registry.make("fedetf"), "mlp", PIXELS, seed=0).chain == ()
-    assert Site(registry.make("fml"), "mlp", PIXELS, seed=0).chain == ()
+    assert len(Replica(fedavg, "mlp", PIXELS, seed=0).chain) == 2
+    assert Replica(fedavg, "mlp", PIXELS, seed=0, precision="bf16").chain == ()
+    assert Replica(registry.make("fedetf"), "mlp", PIXELS, seed=0).chain == ()
+    assert Replica(registry.make("fml"), "mlp", PIXELS, seed=0).chain == ()
 
 
 @pytest.mark.parametrize(

@@ -163,12 +163,12 @@ def test_a_global_model_is_tried_on_test_splits_that_clients_hold_out(tmp_path: 
     federation = fa.federate("digits", clients=4, skew="iid", test_share=0.25)
     result = fa.train(federation, rounds=1, out=tmp_path / "run")
     server, _, _ = reopen(result.folder)
-    server.site.weights.load(server.weights, server.buffers)
-    server.site.net.eval()
+    server.replica.weights.load(server.weights, server.buffers)
+    server.replica.net.eval()
     expected = []
     for k in range(4):
         data = federation.client(k)
-        said = server.site.net(data.prepare(data.x_test, None)).logits.argmax(1)
+        said = server.replica.net(data.prepare(data.x_test, None)).logits.argmax(1)
         expected.append(float((said == data.y_test).double().mean()))
     assert result.history[-1]["metrics"]["per_client"] == pytest.approx(expected)
     assert len(federation.scored) == len(federation.split.global_test) + len(federation.split.test_index)

@@ -8,13 +8,13 @@ import torch
 
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.data.federation import federate
 from fedalloy.mechanisms.share import Share
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 FED = federate("digits", clients=3, skew="iid", seed=0)
@@ -27,17 +27,17 @@ class _Plain(Mechanism):
 
     plain: bool = True
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, lr=0.05, plain=self.plain)]
 
 
 def sent(method: Alloy, local: Local) -> torch.Tensor:
     """What client 0 uploads in the first round."""
-    site = Site(method, MODEL, FED.dataset.inputs, seed=0)
-    server = Server(method, site, FED.info, local, seed=0)
+    replica = Replica(method, MODEL, FED.dataset.inputs, seed=0)
+    server = Server(method, replica, FED.info, local, seed=0)
     server.round = 1
     data = FED.client(0)
-    reply, _ = client_round(method, site, data, FED.info, local, {}, server.send(0), seed=0)
+    reply, _ = client_round(method, replica, data, FED.info, local, {}, server.send(0), seed=0)
     return reply.items["share.weights"]
 
 
@@ -63,7 +63,7 @@ class _Twice(Mechanism):
 
     differences = list[float]()
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> torch.Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> torch.Tensor:
         net = step.client.net
         with torch.enable_grad():
             step.out = net(step.x)

@@ -18,7 +18,7 @@ from fedalloy.core.net import Inputs, Net
 from fedalloy.core.random import generator
 from fedalloy.core.reduce import Fold
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import Info, ReplicaView, ServerView
 from fedalloy.core.wire import MOST_SAMPLES, Items, Reply, Slot, bytes_of, refusal
@@ -31,7 +31,7 @@ from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.stream import Stream
 from fedalloy.mechanisms.subspace import Draw, Side, Subspace, projector
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 from fuzzing import examples
 
@@ -43,16 +43,16 @@ MLP = "mlp(hidden=16)"
 class _Halves(Mechanism):
     """A codec that anybody could write: every second number, as a stretch of zeros in between."""
 
-    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
+    def encode(self, replica: ReplicaView, value: Tensor, round: int) -> Tensor:
         return value[round % 2 :: 2]
 
-    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
-        full = torch.zeros(len(site.initial))
+    def decode(self, replica: ReplicaView, coded: Tensor, round: int) -> Tensor:
+        full = torch.zeros(len(replica.initial))
         full[round % 2 :: 2] = coded
         return full
 
-    def coded_size(self, site: ReplicaView) -> int:
-        return len(site.initial) // 2
+    def coded_size(self, replica: ReplicaView) -> int:
+        return len(replica.initial) // 2
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class _Kinds(Mechanism):
         }
 
 
-def site_of(*pieces: Mechanism | Alloy, model: str = MLP) -> Site:
-    return Site(alloy("test", *pieces), model, DIGITS, seed=0, imports=Imports())
+def site_of(*pieces: Mechanism | Alloy, model: str = MLP) -> Replica:
+    return Replica(alloy("test", *pieces), model, DIGITS, seed=0, imports=Imports())
 
 
-def kinds(site: Site) -> Items:
+def kinds(replica: Replica) -> Items:
     dice = generator(1)
     values = {
-        name: torch.randn(len(site.initial), generator=dice) for name in ("plain", "increment", "relative")
+        name: torch.randn(len(replica.initial), generator=dice) for name in ("plain", "increment", "relative")
     }
     return {f"_kinds.{name}": value for name, value in values.items()} | {
         "_kinds.other": torch.tensor([3, 4])
@@ -89,16 +89,16 @@ def kinds(site: Site) -> Items:
 
 @pytest.mark.parametrize("direction", ["down", "up"])
 def test_only_what_is_additive_is_compressed(direction: str) -> None:
-    site = site_of(Share(), _Kinds(), _Halves())
-    assert (len(site.initial), site.coded_size) == (1210, 605)
-    items, shared = kinds(site), site.initial
+    replica = site_of(Share(), _Kinds(), _Halves())
+    assert (len(replica.initial), replica.coded_size) == (1210, 605)
+    items, shared = kinds(replica), replica.initial
     items |= {"share.weights": torch.zeros(1210)} if direction == "up" else {}
-    packed = site.pack(direction, items, shared, 3)
+    packed = replica.pack(direction, items, shared, 3)
     assert torch.equal(packed["_kinds.plain"], items["_kinds.plain"])
     assert torch.equal(packed["_kinds.other"], items["_kinds.other"])
     assert torch.equal(packed["_kinds.increment"], items["_kinds.increment"][1::2])
     assert torch.equal(packed["_kinds.relative"], (items["_kinds.relative"] - shared)[1::2])
-    opened = site.unpack(direction, packed, shared, 3)
+    opened = replica.unpack(direction, packed, shared, 3)
     assert torch.equal(opened["_kinds.plain"], items["_kinds.plain"])
     assert torch.equal(opened["_kinds.increment"][1::2], items["_kinds.increment"][1::2])
     assert not opened["_kinds.increment"][::2].any()
@@ -109,35 +109,37 @@ def test_only_what_is_additive_is_compressed(direction: str) -> None:
 
 
 def test_specs_tell_the_compressed_sizes() -> None:
-    site = site_of(Share(), _Kinds(), _Halves())
+    replica = site_of(Share(), _Kinds(), _Halves())
     for direction in ("down", "up"):
-        shapes = {key: spec.shape for key, spec in site.specs(direction).items()}
+        shapes = {key: spec.shape for key, spec in replica.specs(direction).items()}
         assert shapes["_kinds.plain"] == (1210,)
         assert shapes["_kinds.increment"] == shapes["_kinds.relative"] == (605,)
         assert shapes["_kinds.other"] == (2,)
-    assert site.specs("up")["share.weights"].shape == (605,)
-    assert site.specs("down")["share.weights"].shape == (1210,)
+    assert replica.specs("up")["share.weights"].shape == (605,)
+    assert replica.specs("down")["share.weights"].shape == (1210,)
 
 
 def test_without_a_codec_nothing_changes() -> None:
-    site = site_of(Share(), _Kinds())
-    items = kinds(site)
+    replica = site_of(Share(), _Kinds())
+    items = kinds(replica)
     value = items["_kinds.plain"]
-    assert site.coded_size == 1210
+    assert replica.coded_size == 1210
     for direction in ("down", "up"):
-        for travelled in (site.pack, site.unpack):
-            found = travelled(direction, items, site.initial, 1)
+        for travelled in (replica.pack, replica.unpack):
+            found = travelled(direction, items, replica.initial, 1)
             assert found.keys() == items.keys()
             assert all(found[key] is items[key] for key in items)
-    assert site.as_sent(value, 1) is site.encoded(value, 1) is site.decoded(value, 1) is value
+    assert replica.as_sent(value, 1) is replica.encoded(value, 1) is replica.decoded(value, 1) is value
 
 
 def test_as_sent_is_what_the_other_end_sees() -> None:
-    site = site_of(Share(), _Kinds(), _Halves())
-    value = kinds(site)["_kinds.increment"]
-    seen = site.unpack("down", site.pack("down", kinds(site), site.initial, 2), site.initial, 2)
-    assert torch.equal(site.as_sent(value, 2), seen["_kinds.increment"])
-    assert not torch.equal(site.as_sent(value, 3), seen["_kinds.increment"])
+    replica = site_of(Share(), _Kinds(), _Halves())
+    value = kinds(replica)["_kinds.increment"]
+    seen = replica.unpack(
+        "down", replica.pack("down", kinds(replica), replica.initial, 2), replica.initial, 2
+    )
+    assert torch.equal(replica.as_sent(value, 2), seen["_kinds.increment"])
+    assert not torch.equal(replica.as_sent(value, 3), seen["_kinds.increment"])
 
 
 def test_two_codecs_are_refused() -> None:
@@ -146,7 +148,7 @@ def test_two_codecs_are_refused() -> None:
 
 
 def server_of(method: Alloy) -> Server:
-    server = Server(method, Site(method, MLP, DIGITS, 0), Info(4, 100), Local(), seed=0)
+    server = Server(method, Replica(method, MLP, DIGITS, 0), Info(4, 100), Local(), seed=0)
     server.round = 1
     return server
 
@@ -160,7 +162,7 @@ def test_replies_of_another_compressed_size_are_refused(wrong: int) -> None:
     outcome = server.receive([0, 1], [good, bad])
     assert outcome.refused == {1: f"share.weights has shape ({wrong},), declared (605,)"}
     assert outcome.bytes_up["share.weights"] == 4 * (605 + wrong)
-    start = server.site.initial
+    start = server.replica.initial
     assert torch.equal(server.weights[::2], start[::2])
     assert torch.allclose(server.weights[1::2], start[1::2] + 1)
 
@@ -168,7 +170,7 @@ def test_replies_of_another_compressed_size_are_refused(wrong: int) -> None:
 def test_explained_bytes_are_those_that_travel() -> None:
     for text in ("ssf", "fedsub", "fedprox+subspace", "scaffold+subspace(side=longer)", "fednova+subspace"):
         server = server_of(make(text))
-        specs = server.site.specs("down")
+        specs = server.replica.specs("down")
         for key, size in bytes_of(server.send(0).items).items():
             if key not in ("share.dense", "share.updates"):  # first contact differs
                 assert size == specs[key].bytes, (text, key)
@@ -185,22 +187,22 @@ class _Trim(Mechanism):
     def elastic(self) -> bool:
         return True
 
-    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
+    def encode(self, replica: ReplicaView, value: Tensor, round: int) -> Tensor:
         large = (value.abs() > 0.5).nonzero().flatten()
         n = int(large[-1]) + 1 if len(large) else 0
         return torch.cat([torch.tensor([float(n)]), value[:n]])
 
-    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
+    def decode(self, replica: ReplicaView, coded: Tensor, round: int) -> Tensor:
         if not len(coded) or len(coded) != 1 + int(coded[0]):
             raise FedAlloyError("is no trimmed vector")
-        full = torch.zeros(len(site.initial[site.shared]))
+        full = torch.zeros(len(replica.initial[replica.shared]))
         full[: len(coded) - 1] = coded[1:]
         return full
 
-    def coded_size(self, site: ReplicaView) -> int:
-        return 1 + len(site.initial[site.shared])
+    def coded_size(self, replica: ReplicaView) -> int:
+        return 1 + len(replica.initial[replica.shared])
 
-    def split(self, site: ReplicaView, coded: Tensor) -> list[Tensor]:
+    def split(self, replica: ReplicaView, coded: Tensor) -> list[Tensor]:
         found = []
         while len(coded):
             found.append(coded[: 1 + int(coded[0])])
@@ -213,14 +215,14 @@ def test_a_codec_sees_the_shared_part(part: str, size: int) -> None:
     """What travels is the move of the shared part, wherever it lies in the model."""
     lab_fed = federate("digits", clients=3, skew="iid")
     method = alloy("part", Share(part=part), _Trim())
-    site = Site(method, MLP, DIGITS, 0)
-    server = Server(method, site, lab_fed.info, Local(lr=0.5), seed=0)
-    assert site.coded_size == size + 1
+    replica = Replica(method, MLP, DIGITS, 0)
+    server = Server(method, replica, lab_fed.info, Local(lr=0.5), seed=0)
+    assert replica.coded_size == size + 1
     server.round = 1
     start = server.weights.clone()
     assert len(start) == size
     replies = [
-        client_round(method, site, lab_fed.client(k), lab_fed.info, server.local, {}, server.send(k), 0)[0]
+        client_round(method, replica, lab_fed.client(k), lab_fed.info, server.local, {}, server.send(k), 0)[0]
         for k in range(3)
     ]
     lengths = [len(reply.items["share.weights"]) for reply in replies]
@@ -228,7 +230,7 @@ def test_a_codec_sees_the_shared_part(part: str, size: int) -> None:
     assert not outcome.refused
     assert outcome.bytes_up["share.weights"] == 4 * sum(lengths)
     assert max(lengths) <= size + 1
-    moves = torch.stack([_Trim().decode(site, reply.items["share.weights"], 1) for reply in replies])
+    moves = torch.stack([_Trim().decode(replica, reply.items["share.weights"], 1) for reply in replies])
     weights = torch.tensor([float(reply.samples) for reply in replies])
     assert torch.allclose(server.weights, start + weights @ moves / weights.sum(), atol=1e-6)
 
@@ -253,8 +255,8 @@ def test_a_stream_of_updates_of_all_lengths() -> None:
     """Updates of several rounds travel as one vector and come apart; no more of them than the model weighs."""
     method = alloy("stream", Stream(), _Trim())
     fed = federate("digits", clients=3, skew="iid")
-    site = Site(method, MLP, DIGITS, 0)
-    server = Server(method, site, fed.info, Local(lr=0.5), seed=0)
+    replica = Replica(method, MLP, DIGITS, 0)
+    server = Server(method, replica, fed.info, Local(lr=0.5), seed=0)
     keeps: dict[int, Items] = {}
     chosen = [[0, 1, 2], [1], [1, 2], [2], [0, 2], [1]]
     for server.round, clients in enumerate(chosen, 1):
@@ -262,12 +264,12 @@ def test_a_stream_of_updates_of_all_lengths() -> None:
         for k in clients:
             mail = server.send(k)
             reply, keeps[k] = client_round(
-                method, site, fed.client(k), fed.info, server.local, keeps.get(k, {}), mail, 0
+                method, replica, fed.client(k), fed.info, server.local, keeps.get(k, {}), mail, 0
             )
             assert torch.equal(keeps[k]["share.x"], server.weights)
             replies.append(reply)
         assert not server.receive(clients, replies).refused
-        kept = server.boxes["share"].keep
+        kept = server.states["share"].persistent
         assert int(kept["lengths"].sum()) == len(kept["updates"])
         assert len(kept["lengths"]) == 1 or len(kept["updates"]) < 1210
 
@@ -277,7 +279,7 @@ def test_sites_know_the_rounds_of_a_run() -> None:
     assert site_of(Share()).rounds is None
     fed = federate("digits", clients=3, skew="iid")
     setup = Setup(Config.of({**fed.origin, "method": "fedavg", "rounds": 7}), fed)
-    assert setup.sites.of(0).rounds == 7
+    assert setup.replicas.of(0).rounds == 7
 
 
 # Subspaces tensor by tensor
@@ -309,10 +311,10 @@ def as_matrices(name: str, w: Tensor, side: Side) -> Tensor:
 @pytest.mark.parametrize("draw", ["haar", "coordinate", "gaussian"])
 def test_every_tensor_has_its_own_projector(side: Side, draw: Draw) -> None:
     """A weight of shape out x rest is an m x n matrix with P from the left: coordinates P M, rank round(ratio m)."""
-    site = site_of(Share(), Subspace(0.4, side=side, min_rows=4, draw=draw), model="test_codec:odd")
-    value = torch.randn(len(site.initial), generator=generator(2))
+    replica = site_of(Share(), Subspace(0.4, side=side, min_rows=4, draw=draw), model="test_codec:odd")
+    value = torch.randn(len(replica.initial), generator=generator(2))
     pieces, restored = [], []
-    for name, w in site.weights.views(value).items():
+    for name, w in replica.weights.views(value).items():
         matrix = as_matrices(name, w, side)
         if len(matrix) < 4:
             pieces.append(w.flatten())
@@ -328,11 +330,11 @@ def test_every_tensor_has_its_own_projector(side: Side, draw: Draw) -> None:
         elif matrix.shape != w.flatten(1).shape or not torch.equal(matrix, w.flatten(1)):
             back = back.T
         restored.append(back.flatten())
-    coded = site.encoded(value, 7)
-    assert len(coded) == site.coded_size == sum(map(len, pieces)) < len(value)
+    coded = replica.encoded(value, 7)
+    assert len(coded) == replica.coded_size == sum(map(len, pieces)) < len(value)
     assert torch.allclose(coded, torch.cat(pieces), atol=1e-4)
-    assert torch.allclose(site.decoded(coded, 7), torch.cat(restored), atol=1e-4)
-    assert torch.allclose(site.as_sent(site.as_sent(value, 7), 7), site.as_sent(value, 7), atol=1e-4)
+    assert torch.allclose(replica.decoded(coded, 7), torch.cat(restored), atol=1e-4)
+    assert torch.allclose(replica.as_sent(replica.as_sent(value, 7), 7), replica.as_sent(value, 7), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -349,15 +351,15 @@ def test_every_tensor_has_its_own_projector(side: Side, draw: Draw) -> None:
 def test_ranks(settings: dict[str, Any], sizes: list[int]) -> None:
     """Sides below min_rows, and vectors, travel whole; the rank is max(1, round(ratio m))."""
     coder = Subspace(0.25, **settings)
-    site = site_of(Share(), coder, model="test_codec:odd")
-    assert [cut.coded_size for cut in coder.cuts(site)] == sizes
-    assert site.coded_size == sum(sizes)
+    replica = site_of(Share(), coder, model="test_codec:odd")
+    assert [cut.coded_size for cut in coder.cuts(replica)] == sizes
+    assert replica.coded_size == sum(sizes)
 
 
 def test_min_rows_of_one_leaves_vectors_whole() -> None:
     coder = Subspace(0.25, min_rows=1, draw="gaussian")
-    site = site_of(Share(), coder, model="test_codec:odd")
-    assert [cut.rank for cut in coder.cuts(site) if "bias" in cut.name] == [0, 0, 0]
+    replica = site_of(Share(), coder, model="test_codec:odd")
+    assert [cut.rank for cut in coder.cuts(replica) if "bias" in cut.name] == [0, 0, 0]
 
 
 # Class means whose absent rows do not travel
@@ -391,11 +393,11 @@ def test_only_held_rows_travel() -> None:
     outcome = server.receive([0, 1], [held_reply(0, counts(c2=3)), held_reply(1, counts(c2=1, c7=2))])
     assert not outcome.refused
     assert outcome.bytes_up["features-means.means"] == 4 * 16 * (1 + 2)
-    box = server.boxes["features-means"].keep
+    box = server.states["features-means"].persistent
     assert box["seen"].nonzero().flatten().tolist() == [2, 7]
     assert float(box["means"][2, 0]) == pytest.approx((3 * 2 + 1 * 12) / 4)
     assert float(box["means"][7, 0]) == 17
-    assert server.site.specs("up")["features-means.means"].shape == (10, 16)  # the largest
+    assert server.replica.specs("up")["features-means.means"].shape == (10, 16)  # the largest
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 10])
@@ -407,13 +409,13 @@ def test_rows_must_match_the_counts(rows: int) -> None:
     outcome = both.receive([0, 1], [good, held_reply(1, counts(c2=1, c7=2), rows)])
     assert outcome.refused == {1: f"features-means.means has {rows} rows for 2 classes"}
     assert torch.equal(
-        both.boxes["features-means"].keep["means"], alone.boxes["features-means"].keep["means"]
+        both.states["features-means"].persistent["means"], alone.states["features-means"].persistent["means"]
     )
 
 
 @pytest.mark.parametrize("shape", [(11, 16), (2, 15), (2, 17), (2,), (2, 16, 1), ()])
 def test_rows_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    declared = server_of(HELD).site.specs("up")
+    declared = server_of(HELD).replica.specs("up")
     reply = held_reply(1, counts(c2=1, c7=2))
     bad = dataclasses.replace(reply, items=reply.items | {"features-means.means": torch.zeros(shape)})
     why = refusal(bad, declared, weighed=True)
@@ -422,7 +424,7 @@ def test_rows_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("value", [-1, MOST_SAMPLES + 1])
 def test_impossible_counts_are_refused(value: int) -> None:
-    declared = server_of(HELD).site.specs("up")
+    declared = server_of(HELD).replica.specs("up")
     reply = dataclasses.replace(held_reply(1, counts(c2=value)), samples=5)
     assert refusal(reply, declared, weighed=True) == "claims impossible counts for features-means.means"
     nan = held_reply(1, counts(c2=1))
@@ -431,7 +433,7 @@ def test_impossible_counts_are_refused(value: int) -> None:
 
 
 def test_a_client_without_any_class_sends_no_row() -> None:
-    declared = server_of(HELD).site.specs("up")
+    declared = server_of(HELD).replica.specs("up")
     assert refusal(held_reply(1, counts()), declared, weighed=True) is None
     assert refusal(held_reply(1, counts(), rows=1), declared, weighed=True)
 
@@ -468,7 +470,7 @@ def test_rows_that_are_handed_over_must_match_too(rows: int) -> None:
             ("held", Slot("all", ("classes",), torch.bool)),
         )
     )
-    declared = Site(alloy("rows", piece), MLP, DIGITS, 0).specs("up")
+    declared = Replica(alloy("rows", piece), MLP, DIGITS, 0).specs("up")
     held = torch.tensor(counts(c1=1, c4=1)) > 0
     why = refusal(
         Reply(1, 0, {"_slots.rows": torch.zeros(rows, 3), "_slots.held": held}), declared, weighed=False
@@ -484,7 +486,7 @@ class _Slots(Mechanism):
     def up(self) -> Slots:
         return dict(self.slots)
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         raise AssertionError("only folded here")
 
 

@@ -100,9 +100,9 @@ def test_the_auxiliary_model_is_scored_as_it_stands(tmp_path: Path) -> None:
         federation, method="fedsce(p=1, mu=0.1)", rounds=2, models="mlp,lenet", out=tmp_path / "r"
     )
     server, _, _ = reopen(result.folder)
-    site, index = server.site, federation.split.global_test
-    site.weights.flat[site.weights.span("aux")] = server.weights
-    said = site.net.aux.eval()(federation.prepare(federation.dataset.x[index], None)).logits.argmax(1)
+    replica, index = server.replica, federation.split.global_test
+    replica.weights.flat[replica.weights.span("aux")] = server.weights
+    said = replica.net.aux.eval()(federation.prepare(federation.dataset.x[index], None)).logits.argmax(1)
     expected = float((said == federation.dataset.y[index]).double().mean())
     assert result.history[-1]["metrics"]["aux_acc"] == expected
     assert expected > 0.2

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedalloy.core import registry
 from fedalloy.core.alloy import Mechanism
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientView, StepView
 from fedalloy.core.wire import Items, Mail, Reply
@@ -34,8 +34,8 @@ from fedalloy.engines.workers import Workers
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.run import one_thread
 from fedalloy.round.engine import TRIES, Engine
-from fedalloy.round.replica import Sites
-from fedalloy.round.runtime import Workshop, tiny_is_zero
+from fedalloy.round.replica import Replicas
+from fedalloy.round.runtime import ClientRuntime, tiny_is_zero
 from fedalloy.round.server import Server
 from fedalloy.round.vault import Vault
 from fuzzing import examples
@@ -58,7 +58,7 @@ class _Trouble(Mechanism):
     client: int = 2
     once: str = ""
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if step.client.id != self.client or self._already():
             return None
         if self.what == "die":
@@ -71,7 +71,7 @@ class _Trouble(Mechanism):
             raise ZeroDivisionError("a bug in a mechanism")
         raise FedAlloyError("something the user can mend")
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         if self.what == "sleep":
             time.sleep(0.2)
 
@@ -93,10 +93,10 @@ class Stage:
     def __init__(self, folder: Path, trouble: Mechanism | None = None, method: str = "scaffold") -> None:
         base = registry.make(method)
         self.method = base + trouble if trouble else base
-        self.sites = Sites(self.method, ("mlp(hidden=8)",), FED.dataset.inputs, 0)
+        self.replicas = Replicas(self.method, ("mlp(hidden=8)",), FED.dataset.inputs, 0)
         self.vault = Vault(folder)
-        self.workshop = Workshop(self.method, self.sites, FED, Local(batch=64, lr=0.05), self.vault, 0)
-        self.server = Server(self.method, self.sites.of(0), FED.info, self.workshop.local, 0)
+        self.runtime = ClientRuntime(self.method, self.replicas, FED, Local(batch=64, lr=0.05), self.vault, 0)
+        self.server = Server(self.method, self.replicas.of(0), FED.info, self.runtime.local, 0)
 
     def mails(self, round: int = 1, clients: list[int] = CLIENTS) -> list[Mail]:
         self.server.round = round
@@ -129,7 +129,7 @@ def workers() -> Iterator[Callable[..., Workers]]:
     made: list[Workers] = []
 
     def make(stage: Stage, count: int = 2, timeout: float = 60.0) -> Workers:
-        made.append(Workers(stage.workshop, count, timeout))
+        made.append(Workers(stage.runtime, count, timeout))
         return made[-1]
 
     yield make
@@ -165,7 +165,7 @@ def children() -> set[int]:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_same_bits_as_inline(staged: Staged, workers: Callable[..., Workers], count: int) -> None:
     inline, other = staged(), staged()
-    assert other.play(workers(other, count)) == inline.play(Inline(inline.workshop))
+    assert other.play(workers(other, count)) == inline.play(Inline(inline.runtime))
 
 
 def test_a_worker_that_dies_is_replaced_and_the_bits_are_the_same(
@@ -175,7 +175,7 @@ def test_a_worker_that_dies_is_replaced_and_the_bits_are_the_same(
         clean, stage = staged(), staged(_Trouble(what, once=str(tmp_path / what)))
         engine = workers(stage)
         before = engine.pids
-        assert stage.play(engine) == clean.play(Inline(clean.workshop))
+        assert stage.play(engine) == clean.play(Inline(clean.runtime))
         assert (tmp_path / what).exists()
         assert len(set(engine.pids) & set(before)) == 1
         assert all(alive(pid) for pid in engine.pids)
@@ -204,7 +204,7 @@ def test_bundles_change_nothing(
 
     monkeypatch.setattr(engine, "_bundle", counted)
     engine._pace["train"] = 0.0
-    assert stage.play(engine, rounds=3) == clean.play(Inline(clean.workshop), rounds=3)
+    assert stage.play(engine, rounds=3) == clean.play(Inline(clean.runtime), rounds=3)
     assert max(sizes) == 2
     assert bool(what) == (tmp_path / "once").exists()
 
@@ -235,8 +235,8 @@ def test_a_worker_that_dies_after_saving_reads_what_it_read_before(
     staged: Staged, workers: Callable[..., Workers]
 ) -> None:
     clean, stage = staged(), staged()
-    stage.vault = stage.workshop.vault = _Fatal(stage.vault.folder)
-    assert stage.play(workers(stage), rounds=3) == clean.play(Inline(clean.workshop), rounds=3)
+    stage.vault = stage.runtime.vault = _Fatal(stage.vault.folder)
+    assert stage.play(workers(stage), rounds=3) == clean.play(Inline(clean.runtime), rounds=3)
     assert stage.vault.folder.with_suffix(".killed").exists()
 
 
@@ -264,7 +264,7 @@ def test_kills_from_outside_cost_nothing_but_time(staged: Staged, workers: Calla
         ended.set()
         thread.join()
     assert killed
-    assert found == clean.play(Inline(clean.workshop), rounds=4)
+    assert found == clean.play(Inline(clean.runtime), rounds=4)
 
 
 def test_all_workers_dead_between_rounds(staged: Staged, workers: Callable[..., Workers]) -> None:
@@ -273,7 +273,7 @@ def test_all_workers_dead_between_rounds(staged: Staged, workers: Callable[..., 
     for pid in engine.pids:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-    assert stage.play(engine) == clean.play(Inline(clean.workshop))
+    assert stage.play(engine) == clean.play(Inline(clean.runtime))
 
 
 # Named errors
@@ -309,12 +309,12 @@ def test_a_bug_comes_back_with_its_traceback(staged: Staged, workers: Callable[.
     assert "in loss" in str(caught.value)
     assert not isinstance(caught.value, FedAlloyError)
     with pytest.raises(ZeroDivisionError):
-        list(Inline(stage.workshop).carry(stage.mails()))
+        list(Inline(stage.runtime).carry(stage.mails()))
 
 
 def test_what_the_user_can_mend_stays_that(staged: Staged, workers: Callable[..., Workers]) -> None:
     stage = staged(_Trouble("user"))
-    for engine in (workers(stage), Inline(stage.workshop)):
+    for engine in (workers(stage), Inline(stage.runtime)):
         with pytest.raises(FedAlloyError, match=r"^something the user can mend$"):
             list(engine.carry(stage.mails()))
 
@@ -338,13 +338,13 @@ def test_facts_survive_the_way_back(staged: Staged, workers: Callable[..., Worke
 
     @dataclass(frozen=True)
     class _Blown(Mechanism):
-        def loss(self, step: StepView, my: Box) -> Tensor | None:
+        def loss(self, step: StepView, my: State) -> Tensor | None:
             return step.out.logits.sum() * math.inf
 
     stage, clean = staged(_Blown()), staged()
     (blown,) = workers(stage).carry(stage.mails(clients=[0]))
     assert not math.isfinite(blown.loss)
-    (there,), (here,) = (e.carry(clean.mails(clients=[1])) for e in (workers(clean), Inline(clean.workshop)))
+    (there,), (here,) = (e.carry(clean.mails(clients=[1])) for e in (workers(clean), Inline(clean.runtime)))
     for fact in ("round", "client", "samples", "steps", "seen", "loss"):
         assert getattr(there, fact) == getattr(here, fact)
 
@@ -356,11 +356,11 @@ def test_tiny_numbers_are_zero_for_clients_only(staged: Staged, workers: Callabl
 
     @dataclass(frozen=True)
     class _Tiny(Mechanism):
-        def loss(self, step: StepView, my: Box) -> Tensor | None:
+        def loss(self, step: StepView, my: State) -> Tensor | None:
             return math.nan * step.out.logits.sum() if tiny().any() else None
 
     stage = staged(_Tiny())
-    for engine in (Inline(stage.workshop), workers(stage)):
+    for engine in (Inline(stage.runtime), workers(stage)):
         (reply,) = engine.carry(stage.mails(clients=[0]))
         assert math.isfinite(reply.loss)
         assert tiny().all()
@@ -380,7 +380,7 @@ def test_nothing_is_left_after_close(staged: Staged) -> None:
     gc.collect()
     before, files, fds = children(), memfds(), len(os.listdir("/proc/self/fd"))
     stage = staged()
-    engine = Workers(stage.workshop, 3)
+    engine = Workers(stage.runtime, 3)
     pids = engine.pids
     assert len(children() - before) == 3
     assert len(memfds()) > len(files)
@@ -398,7 +398,7 @@ def test_nothing_is_left_after_trouble(staged: Staged, tmp_path: Path) -> None:
     before, files = children(), memfds()
     for what in ("die", "bug", "hang"):
         stage = staged(_Trouble(what))
-        engine = Workers(stage.workshop, 2, timeout=0.5)
+        engine = Workers(stage.runtime, 2, timeout=0.5)
         with pytest.raises((FedAlloyError, RuntimeError)):
             list(engine.carry(stage.mails()))
         engine.close()
@@ -412,7 +412,7 @@ def test_workers_go_when_the_main_process_is_killed(staged: Staged, tmp_path: Pa
     note, stage = tmp_path / "pids", staged(_Trouble("hang"))
     main = os.fork()
     if main == 0:
-        engine = Workers(stage.workshop, 2)
+        engine = Workers(stage.runtime, 2)
         note.with_suffix(".half").write_text(" ".join(map(str, engine.pids)))
         note.with_suffix(".half").rename(note)
         for _ in engine.carry(stage.mails()):

@@ -16,7 +16,7 @@ FED = fa.federate("digits", clients=3, skew="dirichlet:0.5", seed=0)
 class _Blank(fa.Mechanism):
     """Before a personal evaluation everybody forgets everything."""
 
-    def adapt(self, client: ClientView, my: fa.Box) -> None:
+    def adapt(self, client: ClientView, my: fa.State) -> None:
         client.weights.flat.zero_()
 
 
@@ -39,8 +39,8 @@ def test_a_method_with_both_kinds_of_model_is_judged_by_the_personal_ones(tmp_pa
 class _Shows(fa.Mechanism):
     """A whole model that clients never see: the common body under the initial head."""
 
-    def eval_models(self, server: ServerView, my: fa.Box) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"global": server.site.whole(":-1", server.weights, server.buffers)}
+    def eval_models(self, server: ServerView, my: fa.State) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"global": server.replica.whole(":-1", server.weights, server.buffers)}
 
 
 def test_a_method_without_a_global_model_may_show_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from disk import disk_with
 from fedalloy.core import registry
 from fedalloy.core.alloy import Mechanism
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import Oracle, StepView
 from fedalloy.data.federation import federate
 from fedalloy.errors import FedAlloyError
@@ -87,7 +87,7 @@ class BlowsUp(Mechanism):
     client: int = 1
     round: int = 2
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         here = (step.client.id, step.client.round) == (self.client, self.round)
         return oracle(step) * (torch.nan if here else 1.0)
 

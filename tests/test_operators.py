@@ -21,7 +21,7 @@ from fedalloy.core.training import Local
 from fedalloy.core.views import ClientData, Info
 from fedalloy.data import Prepare
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 FILE = Path(__file__).with_name("operators.json")
@@ -44,19 +44,19 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def counted(name: str, batches: int) -> Counter[str]:
     """The operators of a client's third round, when everything that a first round lacks is there."""
     method = registry.make(name)
-    site = Site(method, "cnn-bn", INPUTS, seed=0)
+    replica = Replica(method, "cnn-bn", INPUTS, seed=0)
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (batches * BATCH, 1, 8, 8), dtype=torch.uint8, generator=draw)
     y = torch.arange(len(x)) % 10
     data = ClientData(x, y, x[:0], y[:0], 10, Prepare("image", (0.5,), (0.25,)))
     info, local = Info(1, len(x)), Local(batch=BATCH, lr=0.01)
-    server = Server(method, site, info, local, seed=0)
+    server = Server(method, replica, info, local, seed=0)
     keep: dict[str, torch.Tensor] = {}
     counts: Counter[str] = Counter()
     for server.round in (1, 2, 3):
         mail = server.send(0)
         with Counting() as found:
-            reply, keep = client_round(method, site, data, info, local, keep, mail, seed=0)
+            reply, keep = client_round(method, replica, data, info, local, keep, mail, seed=0)
         server.receive([0], [reply])
         counts = found.counts
     return counts

@@ -38,12 +38,12 @@ def away(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a virtual environment that holds the wheel and the distributions that it requires, no other."""
     place = tmp_path_factory.mktemp("away")
     venv.create(place / "venv", symlinks=True)
-    (site,) = (place / "venv").glob("lib/python*/site-packages")
+    (replica,) = (place / "venv").glob("lib/python*/site-packages")
     for name in core():
         found = metadata.distribution(name)
         for top in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
-            if not (site / top).exists() and top != "__pycache__":
-                (site / top).symlink_to(Path(str(found.locate_file(top))))
+            if not (replica / top).exists() and top != "__pycache__":
+                (replica / top).symlink_to(Path(str(found.locate_file(top))))
     (wheel,) = dist.glob("*.whl")
     pip = (sys.executable, "-m", "pip", "--python", str(place / "venv" / "bin" / "python"))
     played(place, *pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))

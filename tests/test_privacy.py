@@ -17,7 +17,7 @@ from fedalloy.analysis.explain import explain
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy, AlloyConflict, Folded, Mechanism, Slots, alloy
 from fedalloy.core.random import BLOCK, gaussian
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ServerView
 from fedalloy.core.wire import Items, Mail, Reduce, Reply, Slot
@@ -29,7 +29,7 @@ from fedalloy.mechanisms import privacy
 from fedalloy.mechanisms.privacy import Private, epsilon, shortening
 from fedalloy.mechanisms.share import Share
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 FED = federate("digits", clients=4, skew="dirichlet:0.5")
@@ -44,15 +44,23 @@ class Round:
         self, text: str | Alloy, fed: Federation = FED, local: Local = LOCAL, secret: int = 0, seed: int = 0
     ) -> None:
         self.method = registry.make(text) if isinstance(text, str) else text
-        self.site = Site(self.method, MLP, fed.dataset.inputs, 0)
+        self.replica = Replica(self.method, MLP, fed.dataset.inputs, 0)
         self.fed, self.local, self.secret, self.seed = fed, local, secret, seed
-        self.server = Server(self.method, self.site, fed.info, local, seed, secret)
+        self.server = Server(self.method, self.replica, fed.info, local, seed, secret)
         self.server.round = 1
 
     def reply(self, client: int, keep: Items | None = None, mail: Mail | None = None) -> Reply:
         mail, data = mail or self.server.send(client), self.fed.client(client)
         return client_round(
-            self.method, self.site, data, self.fed.info, self.local, keep or {}, mail, self.seed, self.secret
+            self.method,
+            self.replica,
+            data,
+            self.fed.info,
+            self.local,
+            keep or {},
+            mail,
+            self.seed,
+            self.secret,
         )[0]
 
     def move(self, client: int) -> Tensor:
@@ -60,14 +68,14 @@ class Round:
         return self.added(self.reply(client))
 
     def added(self, reply: Reply) -> Tensor:
-        slots, origin = self.site.additive("up"), self.site.initial[self.site.shared].double()
+        slots, origin = self.replica.additive("up"), self.replica.initial[self.replica.shared].double()
         return torch.cat([reply.items[k].double() - (origin if s.relative else 0) for k, s in slots.items()])
 
     def mean(self) -> Tensor:
         """The server's weights after the round, less those before it."""
         clients = self.fed.eligible
         assert not self.server.receive(clients, [self.reply(k) for k in clients]).refused
-        return self.server.weights.double() - self.site.initial.double()
+        return self.server.weights.double() - self.replica.initial.double()
 
 
 # Clipping
@@ -185,7 +193,7 @@ def test_server_noise_reaches_every_increment() -> None:
     )
     for one in (clean, noisy):
         one.mean()
-    c, c_noisy = (one.server.boxes["control"].keep["c"] for one in (clean, noisy))
+    c, c_noisy = (one.server.states["control"].persistent["c"] for one in (clean, noisy))
     assert_normal(c_noisy - c, 0.5 / 4)
     weights = noisy.server.weights - clean.server.weights
     assert abs(float(weights @ (c_noisy - c))) < 5 * (0.5 / 4) ** 2 * math.sqrt(1210)
@@ -196,7 +204,7 @@ def test_noise_in_a_subspace_is_that_of_its_coordinates() -> None:
     text = "fedavg+subspace(ratio=0.5)+private(clip=0.5, noise={})"
     clean, noisy = (Round(text.format(noise)) for noise in (0.001, 1.0))
     found = [noisy.reply(k).items["share.weights"] - clean.reply(k).items["share.weights"] for k in range(4)]
-    assert len(found[0]) == clean.site.coded_size < 1210
+    assert len(found[0]) == clean.replica.coded_size < 1210
     assert_normal(torch.cat(found), 0.5)
 
 
@@ -240,7 +248,7 @@ def test_noise_differs_from_round_to_round_and_client_to_client() -> None:
 class _Open(Private):
     """Lets a test see the mean before its noise."""
 
-    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: State, got: Folded) -> Folded:
         return got
 
 
@@ -347,7 +355,7 @@ def test_only_means_are_covered(reduce: Reduce) -> None:
 class _Weighing(Mechanism):
     """Sends nothing, and weighs."""
 
-    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> list[float]:
+    def weigh(self, server: ServerView, my: State, replies: Sequence[Reply]) -> list[float]:
         return [1.0] * len(replies)
 
 
@@ -360,8 +368,8 @@ def test_who_weighs_is_refused() -> None:
 class _Looking(Share):
     """Sends nothing but weights, and looks at each reply."""
 
-    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
-        my.memo["seen"] = reply
+    def on_reply(self, server: ServerView, my: State, reply: Reply) -> None:
+        my.scratch["seen"] = reply
 
 
 def test_who_looks_at_replies_is_refused_where_these_are_clean() -> None:
@@ -377,9 +385,9 @@ def test_statistics_of_batchnorm_are_refused_unless_they_stay() -> None:
     with pytest.raises(
         AlloyConflict, match=r"private refuses share on mlp\(norm=batch\): share\.buffers, statist"
     ):
-        Site(registry.make("fedavg+private"), "mlp(norm=batch)", inputs, 0)
+        Replica(registry.make("fedavg+private"), "mlp(norm=batch)", inputs, 0)
     for buffers in ("local", "drop"):
-        Site(registry.make(f"fedavg(buffers={buffers})+private"), "mlp(norm=batch)", inputs, 0)
+        Replica(registry.make(f"fedavg(buffers={buffers})+private"), "mlp(norm=batch)", inputs, 0)
 
 
 # The accountant

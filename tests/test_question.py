@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedalloy.core import registry
 from fedalloy.core.alloy import Mechanism, Slots, alloy
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientData, ReplicaView, ServerView
 from fedalloy.core.wire import Items, Mail, Reply, Slot
@@ -21,7 +21,7 @@ from fedalloy.experiment.config import Config
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.run import Record, Result, Setup, one_round, one_thread, train
 from fedalloy.mechanisms.share import Share
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 FED = federate("digits", clients=5, skew="iid", seed=0)
@@ -55,19 +55,19 @@ class _Census(Mechanism):
     def asks_at_end(self) -> bool:
         return self.at_end
 
-    def answer(self, site: ReplicaView, data: ClientData) -> Items:
-        assert not site.net.training
-        return {"counts": data.counts, "weight": site.weights.flat[0].clone()}
+    def answer(self, replica: ReplicaView, data: ClientData) -> Items:
+        assert not replica.net.training
+        return {"counts": data.counts, "weight": replica.weights.flat[0].clone()}
 
-    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+    def on_answers(self, server: ServerView, my: State, answers: Iterator[Reply]) -> None:
         found = [one.items for _, one in zip(range(self.heard), answers, strict=False)]
-        my.memo["nothing"] = "to be cleared"
-        my.keep["round"] = torch.tensor(server.round)
-        my.keep["counts"] = torch.stack([one["counts"] for one in found])
-        my.keep["weights"] = torch.stack([one["weight"] for one in found])
+        my.scratch["nothing"] = "to be cleared"
+        my.persistent["round"] = torch.tensor(server.round)
+        my.persistent["counts"] = torch.stack([one["counts"] for one in found])
+        my.persistent["weights"] = torch.stack([one["weight"] for one in found])
 
-    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
-        return {"global": torch.zeros_like(server.weights)} if "counts" in my.keep else {}
+    def eval_models(self, server: ServerView, my: State) -> dict[str, Tensor]:
+        return {"global": torch.zeros_like(server.weights)} if "counts" in my.persistent else {}
 
 
 def asked(folder: Path, census: Mechanism, host: Any = None, **settings: Any) -> tuple[Result, Items]:
@@ -127,8 +127,8 @@ def test_answers_nobody_listened_to_are_let_in(tmp_path: Path) -> None:
 )
 def test_an_answer_that_cannot_be_used_is_refused(spoilt: Items, why: str) -> None:
     method = alloy("census", Share(), _Census())
-    site = Site(method, MODEL, FED.dataset.inputs, seed=0)
-    server = Server(method, site, FED.info, Local(), seed=0)
+    replica = Replica(method, MODEL, FED.dataset.inputs, seed=0)
+    server = Server(method, replica, FED.info, Local(), seed=0)
     server.round = 1
     told = {"census.counts": torch.ones(10, dtype=torch.int64), "census.weight": torch.tensor(1.0)}
     replies = [Reply(1, k, dict(told), samples=4) for k in range(3)]
@@ -136,13 +136,13 @@ def test_an_answer_that_cannot_be_used_is_refused(spoilt: Items, why: str) -> No
     outcome = server.hear(method.asking(last=True)[0], [0, 1, 2], replies)
     assert outcome.refused == {1: why}
     assert [reply.client for reply in outcome.accepted] == [0, 2]
-    assert len(server.boxes["census"].keep["counts"]) == 2
+    assert len(server.states["census"].persistent["counts"]) == 2
 
 
 def test_what_is_told_is_declared(tmp_path: Path) -> None:
     class _Chatty(_Census):
-        def answer(self, site: ReplicaView, data: ClientData) -> Items:
-            return super().answer(site, data) | {"more": torch.ones(3)}
+        def answer(self, replica: ReplicaView, data: ClientData) -> Items:
+            return super().answer(replica, data) | {"more": torch.ones(3)}
 
     with pytest.raises(AssertionError, match="but told"):
         asked(tmp_path / "run", _Chatty())
@@ -163,7 +163,7 @@ def test_two_may_ask(tmp_path: Path) -> None:
 class _Quiet(_Census):
     """Asks, and shows nothing of its own."""
 
-    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
+    def eval_models(self, server: ServerView, my: State) -> dict[str, Tensor]:
         return {}
 
 
@@ -207,7 +207,7 @@ def one(folder: Path, spoil: set[tuple[str, int]]) -> tuple[Server, Record, Wire
     method = alloy("census", Share(), _Quiet(everybody=False, at_end=False))
     config = Config.of({**FED.origin, "method": "fedavg", "model": MODEL, "lr": 0.1, "rounds": 2})
     setup = Setup(config, FED, method)
-    wire = Wire(Inline(setup.workshop(RunFolder(folder))), spoil)
+    wire = Wire(Inline(setup.runtime(RunFolder(folder))), spoil)
     server = setup.server()
     with one_thread():
         return server, one_round(setup, server, wire, 1), wire
@@ -216,8 +216,8 @@ def one(folder: Path, spoil: set[tuple[str, int]]) -> tuple[Server, Record, Wire
 def test_who_was_refused_is_not_asked(tmp_path: Path) -> None:
     server, record, wire = one(tmp_path, {("train", 2), ("tell", 3)})
     assert [mail.client for mail in wire.mails if mail.errand == "tell"] == [0, 1, 3, 4]
-    assert len(server.boxes["census"].keep["counts"]) == 3
-    assert not server.boxes["census"].memo
+    assert len(server.states["census"].persistent["counts"]) == 3
+    assert not server.states["census"].scratch
     assert [entry["client"] for entry in record["refused"]] == [2, 3]
     assert record["metrics"] is not None  # the round goes on
 

@@ -104,10 +104,10 @@ def test_a_training_in_python(round: int, left: bool, here: Path) -> None:
 def test_a_comparison_keeps_what_it_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Setup.engine
 
-    def one_of_two(setup: Setup, workshop: Any) -> Any:
+    def one_of_two(setup: Setup, runtime: Any) -> Any:
         if setup.config.method == "local":
             raise FedAlloyError("no engine today")
-        return made(setup, workshop)
+        return made(setup, runtime)
 
     monkeypatch.setattr(Setup, "engine", one_of_two)
     refused(*COMMANDS["compare"], "--out", "both")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedalloy.core.alloy import AlloyConflict, Folded, Mechanism, alloy
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientView, Info, ReplicaView, ServerView
 from fedalloy.core.wire import Items, Reply
@@ -19,7 +19,7 @@ from fedalloy.mechanisms.share import Share
 from fedalloy.mechanisms.subspace import Subspace
 from fedalloy.methods import feddyn, fedsub, scaffold, ssf
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 FED = federate("digits", clients=3, skew="iid")
@@ -34,14 +34,14 @@ class _Half(Mechanism):
     gives = frozenset({"uniform weights"})
     means: list[Folded] = field(default_factory=list, compare=False)
 
-    def seal(self, client: ClientView, my: Box, items: Items) -> Items:
-        shared = client.received[client.site.shared]
+    def seal(self, client: ClientView, my: State, items: Items) -> Items:
+        shared = client.received[client.replica.shared]
         return items | {
             key: shared + (items[key] - shared) / 2 if slot.relative else items[key] / 2
-            for key, slot in client.site.additive("up").items()
+            for key, slot in client.replica.additive("up").items()
         }
 
-    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: State, got: Folded) -> Folded:
         self.means.append(got)
         shared = got["share"]
         return {**got, "share": {**shared, "weights": shared["weights"] + 1}}
@@ -56,7 +56,7 @@ class _Witness(Mechanism):
 
     seen: list[Items] = field(default_factory=list, compare=False)
 
-    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: State, items: Items) -> None:
         self.seen.append(items)
 
 
@@ -65,8 +65,8 @@ class Rounds:
 
     def __init__(self, *pieces: Any) -> None:
         self.method = alloy("test", *pieces)
-        self.site = Site(self.method, MLP, FED.dataset.inputs, 0)
-        self.server = Server(self.method, self.site, FED.info, Local(lr=0.1, batch=64), 0)
+        self.replica = Replica(self.method, MLP, FED.dataset.inputs, 0)
+        self.server = Server(self.method, self.replica, FED.info, Local(lr=0.1, batch=64), 0)
         self.keeps: dict[int, Items] = {k: {} for k in range(3)}
         self.replies: list[Reply] = []
 
@@ -77,7 +77,7 @@ class Rounds:
             for k, keep in self.keeps.items():
                 mail, data = self.server.send(k), FED.client(k)
                 reply, self.keeps[k] = client_round(
-                    self.method, self.site, data, FED.info, self.server.local, keep, mail, 0
+                    self.method, self.replica, data, FED.info, self.server.local, keep, mail, 0
                 )
                 self.replies.append(reply)
             assert not self.server.receive([0, 1, 2], self.replies).refused
@@ -90,7 +90,7 @@ class Rounds:
 def test_the_sealed_change_leaves_and_the_changed_mean_is_received() -> None:
     plain, half = Rounds(Share(agg_weights="uniform")).play(), _Half()
     sealed = Rounds(Share(agg_weights="uniform"), half).play()
-    start = plain.site.initial
+    start = plain.replica.initial
     for whole, cut in zip(plain.replies, sealed.replies, strict=True):
         moved, left = whole.items["share.weights"] - start, cut.items["share.weights"] - start
         assert torch.allclose(left, moved / 2, atol=1e-6)
@@ -112,9 +112,9 @@ def test_parts_are_told_of_what_the_server_will_see() -> None:
     """Sealed, then compressed."""
     witness = _Witness()
     sealed = Rounds(Share(), _Half(), Subspace(0.5), witness).play()
-    start = sealed.site.initial
+    start = sealed.replica.initial
     for reply, seen in zip(sealed.replies, witness.seen, strict=True):
-        opened = sealed.site.unpack("up", reply.items, start, 1)
+        opened = sealed.replica.unpack("up", reply.items, start, 1)
         assert torch.equal(opened["share.weights"], seen["share.weights"])
 
 
@@ -122,7 +122,7 @@ def test_parts_are_told_of_what_the_server_will_see() -> None:
 def test_control_variates_stay_the_mean_of_what_was_sent(method: Any) -> None:
     """c = (1/N) sum of all c_k, which steps count on: a client's own variate moves by what the server saw."""
     found = Rounds(method, _Half()).play(3)
-    c = found.server.boxes["control"].keep["c"]
+    c = found.server.states["control"].persistent["c"]
     assert float(c.norm()) > 0.1
     assert torch.allclose(c, found.mean("control.c_k"), atol=1e-5)
 
@@ -131,11 +131,11 @@ def test_linear_terms_stay_the_mean_of_what_was_sent() -> None:
     """FedDyn's h is the mean of all g_k."""
 
     class _Cut(_Half):
-        def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
+        def folded(self, server: ServerView, my: State, got: Folded) -> Folded:
             return got
 
     found = Rounds(feddyn(alpha=0.1), _Cut()).play(3)
-    h = found.server.boxes["dynamic"].keep["h"]
+    h = found.server.states["dynamic"].persistent["h"]
     assert float(h.norm()) > 0.01
     assert torch.allclose(h, found.mean("dynamic.g"), atol=1e-5)
 
@@ -161,13 +161,13 @@ def test_where_size_weights_are_spoilt_samples_neither_count_nor_travel(samples:
     assert not outcome.refused
     assert "samples" not in outcome.bytes_up
     assert torch.equal(again.server.weights, weights)
-    assert Server(alloy("plain", Share()), found.site, Info(3, 9), Local(), 0).weighed
+    assert Server(alloy("plain", Share()), found.replica, Info(3, 9), Local(), 0).weighed
 
 
 def test_one_last_word_only() -> None:
     @dataclass(frozen=True)
     class _Other(Mechanism):
-        def seal(self, client: ClientView, my: Box, items: Items) -> Items:
+        def seal(self, client: ClientView, my: State, items: Items) -> Items:
             return items
 
     with pytest.raises(AlloyConflict, match="_other both claim the last word on what leaves"):
@@ -183,9 +183,9 @@ class _Picky(Mechanism):
     def refuses(self, other: Mechanism) -> str | None:
         return "it shares" if self.most == 0 and other.shares is not None else None
 
-    def fits(self, site: ReplicaView) -> None:
-        if len(site.initial) > self.most:
-            raise AlloyConflict(f"{self} refuses {site.model}")
+    def fits(self, replica: ReplicaView) -> None:
+        if len(replica.initial) > self.most:
+            raise AlloyConflict(f"{self} refuses {replica.model}")
 
 
 def test_a_part_may_refuse_another_or_a_net() -> None:
@@ -194,9 +194,9 @@ def test_a_part_may_refuse_another_or_a_net() -> None:
             AlloyConflict, match=r"^_picky\(most=0\) refuses share: it shares; keep one of them$"
         ):
             alloy("picky", *pieces)
-    Site(alloy("picky", Share(), _Picky(10**6)), MLP, FED.dataset.inputs, 0)
+    Replica(alloy("picky", Share(), _Picky(10**6)), MLP, FED.dataset.inputs, 0)
     with pytest.raises(AlloyConflict, match=r"_picky\(most=5\) refuses mlp"):
-        Site(alloy("picky", Share(), _Picky(5)), MLP, FED.dataset.inputs, 0)
+        Replica(alloy("picky", Share(), _Picky(5)), MLP, FED.dataset.inputs, 0)
 
 
 def test_accounts_are_in_every_line_and_in_the_summary(tmp_path: Path) -> None:

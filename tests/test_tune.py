@@ -19,7 +19,7 @@ from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.experiment.config import Config
 from fedalloy.research.search import RATES, SPACES, Point, Space
 from fedalloy.research.tune import Trial, Tuning, _proposed
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from terminal import INLINE, fedalloy, history, save_npz, strict_json, summary, tree
 
 ONE = (*INLINE[:4], "--rounds", "1", "--limit", "200")
@@ -42,7 +42,7 @@ class TestSpaces:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FedAlloyWarning)
                 made = registry.make(f"{method}({name}={value!r})")
-                Site(made, "mlp", Inputs("image", (1, 8, 8), 10), seed=0)
+                Replica(made, "mlp", Inputs("image", (1, 8, 8), 10), seed=0)
 
     @pytest.mark.parametrize("method", registry.RECIPES)
     def test_every_method_can_be_tuned_and_begins_as_it_comes(self, method: str) -> None:

@@ -18,7 +18,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.net import Inputs
 from fedalloy.core.reduce import Fold
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import Info, ServerView
 from fedalloy.core.wire import (
@@ -34,7 +34,7 @@ from fedalloy.core.wire import (
     restore,
 )
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.replies import in_order
 from fedalloy.round.server import Server
 from fuzzing import examples
@@ -170,13 +170,13 @@ class _Means(Mechanism):
             "all": Slot("all", (2,), torch.int64),
         }
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
-        my.keep = {name: value for name, value in got.items() if name != "all"}
-        my.keep |= {f"all{client}": value for client, value in got["all"].items()}
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
+        my.persistent = {name: value for name, value in got.items() if name != "all"}
+        my.persistent |= {f"all{client}": value for client, value in got["all"].items()}
 
 
 MEANS = alloy("means", _Means())
-DECLARED = Site(MEANS, "mlp(hidden=2)", DIGITS, 0).specs("up")
+DECLARED = Replica(MEANS, "mlp(hidden=2)", DIGITS, 0).specs("up")
 
 
 def reply_of(client: int, seed: int = 0, samples: int | None = None, absent: Sequence[int] = ()) -> Reply:
@@ -198,7 +198,7 @@ def reply_of(client: int, seed: int = 0, samples: int | None = None, absent: Seq
 
 
 def server_of(method: Alloy = MEANS) -> Server:
-    server = Server(method, Site(method, "mlp(hidden=2)", DIGITS, 0), Info(5, 100), Local(), seed=0)
+    server = Server(method, Replica(method, "mlp(hidden=2)", DIGITS, 0), Info(5, 100), Local(), seed=0)
     server.round = 1
     return server
 

@@ -1,5 +1,6 @@
 """Errors that speak to the user: what was wrong, what was expected, what to type instead."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -61,3 +62,8 @@ def plain(text: object) -> str:
     """
     shown = "".join(letter if letter.isprintable() else "?" for letter in str(text)[: MOST_SHOWN + 1])
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+
+
+def renamed(old: str, new: str) -> None:
+    """Warn who wrote an old name; the caller's caller is named."""
+    warnings.warn(f"{old} is now called {new}; rename it", FedAlloyWarning, stacklevel=3)

@@ -57,6 +57,9 @@ MOVED = {
 }
 
 
+NAMES = {"Box": "State", "Site": "Replica", "Sites": "Replicas", "Workshop": "ClientRuntime"}
+
+
 class Moved(ModuleType):
     """Stands under an old name, and hands out what the module of the new name holds."""
 
@@ -68,7 +71,7 @@ class Moved(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         new = self.__dict__["_new"]
-        found: object = getattr(import_module(new), name)
+        found: object = getattr(import_module(new), NAMES.get(name, name))
         warnings.warn(
             f"{self.__name__} is now {new}; import {name} from there", FedAlloyWarning, stacklevel=2
         )

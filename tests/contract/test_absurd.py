@@ -65,7 +65,7 @@ def played(
     setup = Setup(Config.of(values), FED)
     setup.most_norm = most
     server = setup.server()
-    engine = Changed(Inline(setup.workshop(RunFolder(room))), change)
+    engine = Changed(Inline(setup.runtime(RunFolder(room))), change)
     with one_thread():
         lines = [one_round(setup, server, engine, number) for number in range(1, ROUNDS + 1)]
     return server, lines

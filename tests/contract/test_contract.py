@@ -90,9 +90,11 @@ class Case:
     def client(self, mail: Mail, keep: Items, data: ClientData | None = None) -> tuple[Reply, Items]:
         """One client's round, as a function."""
         setup, data = self.setup, data or FED.client(mail.client)
-        site = setup.sites.of(mail.client)
+        replica = setup.replicas.of(mail.client)
         with one_thread():
-            return client_round(setup.method, site, data, self.info, setup.config.local, keep, mail, seed=0)
+            return client_round(
+                setup.method, replica, data, self.info, setup.config.local, keep, mail, seed=0
+            )
 
 
 def stopper(stop: int | None) -> Callable[[Record], None]:
@@ -251,7 +253,7 @@ class Overheard:
 def played(case: Case) -> tuple[Server, Overheard, list[Record]]:
     """The same run once more, with everything at hand."""
     setup = case.setup
-    engine = Overheard(Inline(setup.workshop(RunFolder(case.room / "overheard"))))
+    engine = Overheard(Inline(setup.runtime(RunFolder(case.room / "overheard"))))
     server = setup.server()
     with one_thread():
         records = [one_round(setup, server, engine, number) for number in range(1, ROUNDS + 1)]
@@ -273,12 +275,12 @@ def test_what_is_declared_is_what_is_sent(case: Case, played: Played) -> None:
     _, engine, _ = played
     assert engine.down
     for mail in engine.down:
-        assert_declared(mail.items, case.setup.sites.of(mail.client).specs("down"))
+        assert_declared(mail.items, case.setup.replicas.of(mail.client).specs("down"))
     for reply in engine.up:
-        assert_declared(reply.items, case.setup.sites.of(reply.client).specs("up"))
+        assert_declared(reply.items, case.setup.replicas.of(reply.client).specs("up"))
     for reply in engine.told:  # to one of those that asked
         asker = next(iter(reply.items)).partition(".")[0]
-        specs = case.setup.sites.of(reply.client).specs("query")
+        specs = case.setup.replicas.of(reply.client).specs("query")
         assert_declared(
             reply.items, {key: spec for key, spec in specs.items() if key.startswith(f"{asker}.")}
         )
@@ -327,7 +329,7 @@ def test_nothing_but_the_wire_reaches_the_server(case: Case, played: Played) -> 
 
 def test_memos_last_one_round(played: Played) -> None:
     server, _, _ = played
-    assert all(not box.memo for box in server.boxes.values())
+    assert all(not box.scratch for box in server.states.values())
 
 
 # The client's round as a function
@@ -421,7 +423,7 @@ def test_a_client_does_not_depend_on_the_others(case: Case, tmp_path: Path) -> N
         server = setup.server()
         server.round = 1
         with one_thread():
-            replies = list(Inline(setup.workshop(folder)).carry([server.send(client) for client in order]))
+            replies = list(Inline(setup.runtime(folder)).carry([server.send(client) for client in order]))
         found.append({r.client: copied(r.items) | folder.vault.load(r.client, before=2) for r in replies})
     for others in found[1:]:
         for client, items in others.items():

@@ -16,8 +16,8 @@ from fedalloy.data.federation import federate
 from fedalloy.engines.inline import Inline
 from fedalloy.experiment.run import one_thread
 from fedalloy.round.evaluate import evaluate
-from fedalloy.round.replica import Sites
-from fedalloy.round.runtime import Workshop
+from fedalloy.round.replica import Replicas
+from fedalloy.round.runtime import ClientRuntime
 from fedalloy.round.server import Server
 from fedalloy.round.vault import Vault
 
@@ -48,11 +48,11 @@ def play(method: str, model: str, folder: Path, device: torch.device) -> tuple[s
     """Some rounds with evaluations: weights, private state and metrics."""
     alloy, local, vault = registry.make(method), Local(batch=32, lr=0.1), Guarded(folder)
 
-    def sites(device: torch.device) -> Sites:
-        return Sites(alloy, (model,), FED.dataset.inputs, 0, rounds=ROUNDS, device=device)
+    def replicas(device: torch.device) -> Replicas:
+        return Replicas(alloy, (model,), FED.dataset.inputs, 0, rounds=ROUNDS, device=device)
 
-    server = Server(alloy, sites(HERE).of(0), FED.info, local, 0)
-    engine = Overheard(Workshop(alloy, sites(device), FED, local, vault, 0))
+    server = Server(alloy, replicas(HERE).of(0), FED.info, local, 0)
+    engine = Overheard(ClientRuntime(alloy, replicas(device), FED, local, vault, 0))
     metrics = []
     for round in range(1, ROUNDS + 1):
         server.round = round
@@ -108,6 +108,6 @@ def test_what_a_device_refuses_is_refused() -> None:
 def test_a_mechanism_that_forgets_the_device_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Workshop, "_here", lambda self, items: items)
+    monkeypatch.setattr(ClientRuntime, "_here", lambda self, items: items)
     with elsewhere(), pytest.raises(WrongDevice):
         play("scaffold", "mlp(hidden=8)", tmp_path, ELSEWHERE)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedalloy.core import registry
 from fedalloy.core.alloy import Mechanism
 from fedalloy.core.imports import Imports
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.core.wire import Mail
 from fedalloy.data import Dataset
@@ -81,7 +81,7 @@ class Stage:
         self.setup = setup_of(method, **settings)
         self.folder = RunFolder(folder)
         self.server = self.setup.server()
-        self.engine = self.setup.engine(self.setup.workshop(self.folder))
+        self.engine = self.setup.engine(self.setup.runtime(self.folder))
 
     def mails(self, round: int = 1, clients: list[int] = EVERYBODY) -> list[Mail]:
         self.server.round = round
@@ -275,7 +275,7 @@ def test_a_round_left_early_does_not_leak_into_the_next(staged: Staged) -> None:
 class _Mine(Mechanism):
     """In a module that actors find, but under a name that no expression has."""
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         return None
 
 

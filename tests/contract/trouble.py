@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedalloy.core import registry
 from fedalloy.core.alloy import Alloy, Mechanism
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.models import Inputs
@@ -24,11 +24,11 @@ class _Trouble(Mechanism):
     client: int = 2
     once: str = ""
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         if self.what == "sleep":
             time.sleep(0.3)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if step.client.id != self.client or self.what in ("", "sleep") or self._already():
             return None
         if self.what == "die":

@@ -35,8 +35,8 @@ class Bench:
         self.grid = Loopback(settings, room / "state", [{}] * 3)
         lobby = Lobby(self.grid, 3)
         lobby.fill(3, 5.0)
-        workshop = self.setup.workshop(RunFolder(room))
-        self.post = Post(workshop, lobby, "0" * 32, terms)
+        runtime = self.setup.runtime(RunFolder(room))
+        self.post = Post(runtime, lobby, "0" * 32, terms)
         self.server = self.setup.server()
         self.server.round = 1
         self.mails = [self.server.send(client) for client in range(3)]

@@ -113,7 +113,7 @@ def test_a_site_of_one_class_gets_right_what_others_get_right(tmp_path: Path) ->
         desk._settled((tmp_path / "run" / FILE).read_text())[0].dataset.x is desk.federation.dataset.x
     )  # no copy
     told, setup = desk._settled((tmp_path / "run" / FILE).read_text())
-    site = setup.sites.of(2)
+    site = setup.replicas.of(2)
     weights = RunFolder(result.folder).checkpoint()[1]["server.weights"]
     net = site.net
     torch.nn.utils.vector_to_parameters(weights, net.parameters())

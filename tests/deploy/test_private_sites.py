@@ -59,7 +59,7 @@ def test_noise_comes_from_a_secret_of_this_site_and_run(tmp_path: Path) -> None:
     weights = asked(one, mail).items["share.weights"]
     with one_thread():
         guessed, _ = client_round(
-            one.setup.method, one.setup.sites.of(1), one.federation.client(1), one.federation.info,
+            one.setup.method, one.setup.replicas.of(1), one.federation.client(1), one.federation.info,
             one.config.local, {}, mail, 0,
         )  # fmt: skip
     assert not (weights == guessed.items["share.weights"]).any()

@@ -17,7 +17,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Net
 from fedalloy.core.random import generator
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientData, Oracle, StepView
 from fedalloy.core.wire import Items, Mail, Reply
@@ -26,7 +26,7 @@ from fedalloy.data.federation import Federation, federate
 from fedalloy.experiment.run import Result, train
 from fedalloy.methods import local
 from fedalloy.round.client import Client, client_round, client_told
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.replies import Outcome
 from fedalloy.round.server import Server
 
@@ -42,8 +42,8 @@ class Lab:
     ) -> None:
         self.method, self.federation, self.seed = method, federation, seed
         self.local = Local(**local)
-        self.site = Site(method, model, federation.dataset.inputs, seed, imports=Imports())
-        self.server = Server(method, self.site, federation.info, self.local, seed)
+        self.replica = Replica(method, model, federation.dataset.inputs, seed, imports=Imports())
+        self.server = Server(method, self.replica, federation.info, self.local, seed)
         self.keeps: dict[int, Items] = {}
         self.replies: dict[int, Reply] = {}  # of the latest round
         self.told: dict[int, Reply] = {}  # what clients said when they were asked, lately
@@ -65,7 +65,7 @@ class Lab:
     def ask(self, asker: Mechanism, clients: Sequence[int]) -> Outcome:
         """A mechanism's question about the global model as it stands."""
         self.told = {
-            mail.client: client_told(self.method, self.site, self.federation.client(mail.client), mail)
+            mail.client: client_told(self.method, self.replica, self.federation.client(mail.client), mail)
             for mail in self.server.ask(asker, clients)
         }
         return self.server.hear(asker, clients, self.told.values())
@@ -79,7 +79,7 @@ class Lab:
         data, keep = self.federation.client(mail.client), self.keeps.get(mail.client, {})
         info = self.federation.info
         reply, self.keeps[mail.client] = client_round(
-            self.method, self.site, data, info, self.local, keep, mail, self.seed
+            self.method, self.replica, data, info, self.local, keep, mail, self.seed
         )
         return reply
 
@@ -88,7 +88,9 @@ class Lab:
         self.server.round += 1
         data, keep = self.federation.client(client), self.keeps.get(client, {})
         mail = self.server.send(client)
-        made = Client(self.method, self.site, data, self.federation.info, self.local, keep, mail, self.seed)
+        made = Client(
+            self.method, self.replica, data, self.federation.info, self.local, keep, mail, self.seed
+        )
         made.train()
         return made
 
@@ -96,7 +98,9 @@ class Lab:
         """A client with the model that an evaluation would test now."""
         data, keep = self.federation.client(client), self.keeps.get(client, {})
         mail = self.server.send(client, "evaluate")
-        made = Client(self.method, self.site, data, self.federation.info, self.local, keep, mail, self.seed)
+        made = Client(
+            self.method, self.replica, data, self.federation.info, self.local, keep, mail, self.seed
+        )
         made._each("adapt")
         return made
 
@@ -126,7 +130,7 @@ class _Probe(Mechanism):
     def label(self) -> str:
         return f"{self.place} probe"
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
         self.gradients.append(g.clone())
         self.points.append(step.weights.clone())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.net import Inputs, Net, Outputs
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.data import Dataset
 from fedalloy.data.federation import Federation
@@ -40,7 +40,7 @@ class _Quadratic(Mechanism):
     a: Rows
     b: Rows
 
-    def task(self, step: StepView, my: Box) -> Tensor:
+    def task(self, step: StepView, my: State) -> Tensor:
         a, b = torch.tensor(self.a[step.client.id]), torch.tensor(self.b[step.client.id])
         return 0.5 * (a * (step.out.logits - b) ** 2).sum()
 
@@ -60,7 +60,7 @@ class _Slope(Mechanism):
 
     slope: tuple[float, ...]
 
-    def task(self, step: StepView, my: Box) -> Tensor:
+    def task(self, step: StepView, my: State) -> Tensor:
         return (torch.tensor(self.slope) * step.out.logits).sum()
 
 

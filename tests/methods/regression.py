@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.net import Inputs, Net, Outputs
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.data import Dataset
 from fedalloy.research.reproduce.matrix import STEPS, Problem
@@ -71,7 +71,7 @@ class _Regression(Mechanism):
 
     problem: Problem = field(compare=False)
 
-    def task(self, step: StepView, my: Box) -> Tensor:
+    def task(self, step: StepView, my: State) -> Tensor:
         i, g = step.client.id, self.problem.targets[step.client.id]
         w = step.out.logits if step.out.logits.shape == g.shape else step.out.logits.T
         return 0.5 * (w * (self.problem.hessians[i] @ w)).sum() - (w * g).sum()

@@ -10,7 +10,7 @@ from laboratory import MLP, Lab, digits, double, far, handed_out
 from torch import Tensor
 
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.data import Dataset
 from fedalloy.methods import balancedsoftmax, fedavg
 from fedalloy.methods.balancedsoftmax import BalancedSoftmax, log_prior
@@ -29,7 +29,7 @@ def batch(counts: list[int], rows: int = 12) -> tuple[Tensor, Tensor]:
 
 def loss_of(counts: list[int], logits: Tensor, y: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """The task loss of a client with these class counts, and its gradient with respect to the logits."""
-    piece, my = BalancedSoftmax(**settings), Box()
+    piece, my = BalancedSoftmax(**settings), State()
     piece.before_training(
         cast(Client, SimpleNamespace(data=SimpleNamespace(counts=torch.tensor(counts)))), my
     )
@@ -102,9 +102,9 @@ def test_absent_classes_keep_their_class_weights() -> None:
         lab = Lab(balancedsoftmax(absent_count=absent_count), digits(skew="dirichlet:0.1"), lr=0.1)
         missing = lab.federation.client(0).counts == 0
         assert bool(missing.any())
-        before = lab.site.weights.views(lab.weights.clone())["head.weight"][missing]
+        before = lab.replica.weights.views(lab.weights.clone())["head.weight"][missing]
         lab.round([0])
-        assert torch.equal(lab.site.weights.views(lab.weights)["head.weight"][missing], before) == still
+        assert torch.equal(lab.replica.weights.views(lab.weights)["head.weight"][missing], before) == still
 
 
 def test_it_helps_the_rare_class() -> None:
@@ -121,7 +121,7 @@ def test_it_helps_the_rare_class() -> None:
     accuracy = []
     for method in (fedavg(), balancedsoftmax()):
         lab = Lab(method, federation, "mlp(depth=0)", lr=0.1, steps=200).rounds([0])
-        net = lab.site.frozen(lab.weights, lab.server.buffers)
+        net = lab.replica.frozen(lab.weights, lab.server.buffers)
         right = net(federation.prepare(x_test, None)).logits.argmax(1) == y_test
         accuracy.append(float(right.float().mean()))  # as many of both: the mean is the balanced accuracy
     assert accuracy[1] > accuracy[0] + 0.1
@@ -134,7 +134,7 @@ def test_the_prior_counts_the_training_split_alone() -> None:
         client = lab.trained(k)
         assert len(client.data.y_test) > 0
         expected = torch.bincount(client.data.y, minlength=10).clamp(min=1).log()
-        assert torch.equal(client.boxes["balancedsoftmax"].memo["prior"], expected)
+        assert torch.equal(client.states["balancedsoftmax"].scratch["prior"], expected)
 
 
 def test_prediction_leaves_the_prior_out() -> None:
@@ -142,9 +142,16 @@ def test_prediction_leaves_the_prior_out() -> None:
     lab = Lab(balancedsoftmax(), digits(skew="dirichlet:0.1"), lr=0.1).rounds([0])
     data = lab.federation.client(0)
     scores = client_model(
-        lab.method, lab.site, data, lab.federation.info, lab.local, lab.keeps[0], lab.server.send(0), lab.seed
+        lab.method,
+        lab.replica,
+        data,
+        lab.federation.info,
+        lab.local,
+        lab.keeps[0],
+        lab.server.send(0),
+        lab.seed,
     )(data.x)
-    net = lab.site.frozen(lab.weights, lab.server.buffers)
+    net = lab.replica.frozen(lab.weights, lab.server.buffers)
     assert torch.equal(scores, net(data.prepare(data.x, None)).logits)
 
 

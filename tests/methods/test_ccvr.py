@@ -42,14 +42,14 @@ def asked(lab: Lab, clients: list[int] | None = None) -> Outcome:
 def accuracy(lab: Lab, flat: Tensor) -> float:
     federation = lab.federation
     index = federation.split.global_test
-    lab.site.weights.load(flat, lab.server.buffers)
-    lab.site.net.eval()
-    scores = lab.site.net(federation.prepare(federation.dataset.x[index], None)).logits
+    lab.replica.weights.load(flat, lab.server.buffers)
+    lab.replica.net.eval()
+    scores = lab.replica.net(federation.prepare(federation.dataset.x[index], None)).logits
     return float((scores.argmax(1) == federation.dataset.y[index]).double().mean())
 
 
 def kept(lab: Lab) -> Items:
-    return lab.server.boxes["virtualfeatures"].keep
+    return lab.server.states["virtualfeatures"].persistent
 
 
 @pytest.mark.parametrize("cov", COVARIANCES)
@@ -152,9 +152,9 @@ def test_what_the_server_hears(model: str, cov: Covariance) -> None:
     asked(lab)
     everyone = [lab.federation.client(k) for k in range(6)]
     x, y = torch.cat([data.x for data in everyone]), torch.cat([data.y for data in everyone])
-    lab.site.weights.load(lab.weights, lab.server.buffers)
-    lab.site.net.eval()
-    z = lab.site.net(lab.federation.prepare(x, None)).features.detach().double()
+    lab.replica.weights.load(lab.weights, lab.server.buffers)
+    lab.replica.net.eval()
+    z = lab.replica.net(lab.federation.prepare(x, None)).features.detach().double()
     counts, means, covariances = seen[0]
     assert torch.equal(counts, torch.bincount(y, minlength=10))
     for c in range(10):
@@ -174,11 +174,11 @@ def test_the_extractor_stands_still(host: str, model: str) -> None:
     after, statistics = shown["global"]
     assert torch.equal(lab.weights, before)
     assert torch.equal(shown["uncalibrated"][0], before)
-    body = lab.site.weights.span("body")
+    body = lab.replica.weights.span("body")
     assert torch.equal(after[body], before[body])
     assert torch.equal(statistics, buffers)
     assert bool((after[body.stop :] != before[body.stop :]).any())
-    for name, (start, stop) in lab.site.weights.layout.spans.items():
+    for name, (start, stop) in lab.replica.weights.layout.spans.items():
         moved = far(after[start:stop], before[start:stop]) > 0
         assert moved == (not name.startswith("body.")), name
 
@@ -200,11 +200,11 @@ def test_the_classifier_s_training_by_hand() -> None:
     part = lab.method.find(VirtualFeatures)
     assert part is not None
     z, y = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 10
-    lab.site.weights.load(lab.weights, lab.server.buffers)
+    lab.replica.weights.load(lab.weights, lab.server.buffers)
     head = torch.nn.Linear(16, 10)
-    span = lab.site.weights.span("head")
+    span = lab.replica.weights.span("head")
     torch.nn.utils.vector_to_parameters(lab.weights[span].clone(), head.parameters())
-    part.calibrate(lab.site, z, y, torch.Generator().manual_seed(5))
+    part.calibrate(lab.replica, z, y, torch.Generator().manual_seed(5))
     draw, optimiser = (
         torch.Generator().manual_seed(5),
         torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.5),
@@ -216,7 +216,8 @@ def test_the_classifier_s_training_by_hand() -> None:
             F.cross_entropy(head(z[index]), y[index]).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
     assert (
-        far(lab.site.weights.flat[span], torch.cat([p.detach().flatten() for p in head.parameters()])) < 1e-6
+        far(lab.replica.weights.flat[span], torch.cat([p.detach().flatten() for p in head.parameters()]))
+        < 1e-6
     )
 
 
@@ -232,7 +233,7 @@ def test_a_spoilt_classifier_is_mended() -> None:
     """Check 4, behaviour: +5 on one class's bias after training; CCVR brings back most of what that cost."""
     lab = Lab(ccvr(), digits(6, "iid"), lr=0.1, epochs=3).rounds(*[range(6)] * 5)
     sound = accuracy(lab, lab.weights)
-    start, _ = lab.site.weights.layout.spans["head.bias"]
+    start, _ = lab.replica.weights.layout.spans["head.bias"]
     lab.server.weights = lab.weights.clone()
     lab.server.weights[start + 3] += 5
     spoilt = accuracy(lab, lab.weights)

@@ -72,12 +72,12 @@ def test_where_the_old_v_drops_out() -> None:
     lab = Lab(ditto(lam=4.0, personal_lr=0.25), digits(), lr=0.05, batch=32)
     lab.round([0, 1])
     w, v = lab.weights.clone(), lab.keeps[0]["personalmodel.v"].clone()
-    net = lab.site.net
+    net = lab.replica.net
     for x, y in batches(lab, 0, 2):
-        lab.site.weights.load(v, lab.site.initial_buffers)
+        lab.replica.weights.load(v, lab.replica.initial_buffers)
         net.train().zero_grad(set_to_none=False)
         F.cross_entropy(net(x).logits, y).backward()  # type: ignore[no-untyped-call]
-        v = w - 0.25 * lab.site.weights.grad
+        v = w - 0.25 * lab.replica.weights.grad
     lab.round([0, 1])
     assert far(lab.keeps[0]["personalmodel.v"], v) < 2e-6
 
@@ -90,10 +90,10 @@ def test_one_round_by_hand(personal_lr: float | None, rate: float) -> None:
     w, v = lab.weights.clone(), lab.keeps[0]["personalmodel.v"].clone()
     velocity = torch.zeros_like(v)
     for x, y in batches(lab, 0, 2):
-        lab.site.weights.load(v, lab.site.initial_buffers)
-        lab.site.net.train().zero_grad(set_to_none=False)
-        F.cross_entropy(lab.site.net(x).logits, y).backward()  # type: ignore[no-untyped-call]
-        velocity = 0.9 * velocity + lab.site.weights.grad + 3.0 * (v - w)
+        lab.replica.weights.load(v, lab.replica.initial_buffers)
+        lab.replica.net.train().zero_grad(set_to_none=False)
+        F.cross_entropy(lab.replica.net(x).logits, y).backward()  # type: ignore[no-untyped-call]
+        velocity = 0.9 * velocity + lab.replica.weights.grad + 3.0 * (v - w)
         v = v - rate * velocity
     lab.round([0, 1])
     assert far(lab.keeps[0]["personalmodel.v"], v) < 1e-5
@@ -193,14 +193,14 @@ def test_the_best_candidate_is_taken_at_every_step() -> None:
     rest, held = part._split(client)
     assert (rest.samples, held.samples) == (60, 20)
     w, v = lab.weights.clone(), lab.keeps[0]["personalmodel.v"].clone()
-    net, losses, ends = lab.site.net, [], []
-    lab.site.weights.load(v, lab.site.initial_buffers)
+    net, losses, ends = lab.replica.net, [], []
+    lab.replica.weights.load(v, lab.replica.initial_buffers)
     net.train().zero_grad(set_to_none=False)
     F.cross_entropy(net(rest.prepare(rest.x, None)).logits, rest.y).backward()  # type: ignore[no-untyped-call]
-    g = lab.site.weights.grad.clone()
+    g = lab.replica.weights.grad.clone()
     for lam in candidates:
         ends.append(v - 0.1 * (g + lam * (v - w)))
-        lab.site.weights.load(ends[-1], lab.site.initial_buffers)
+        lab.replica.weights.load(ends[-1], lab.replica.initial_buffers)
         losses.append(F.cross_entropy(net(held.prepare(held.x, None)).logits, held.y).item())
     lab.round([0])
     best = losses.index(min(losses))
@@ -261,7 +261,7 @@ def test_accuracies_of_both_kinds_of_model(tmp_path: Path) -> None:
     shares, sizes, everywhere = [], [], []
     for k in range(6):
         client = lab.tested(k)
-        expected = lab.keeps[k]["personalmodel.v"] if k in lab.keeps else lab.site.initial
+        expected = lab.keeps[k]["personalmodel.v"] if k in lab.keeps else lab.replica.initial
         assert torch.equal(client.weights.flat, expected)
         shares.append(accuracy(client, client.data.x_test, client.data.y_test))
         sizes.append(len(client.data.y_test))

@@ -117,7 +117,7 @@ def test_without_a_rate_the_whole_run_is_fedavg(model: str, layers: int) -> None
 def test_the_top_layers_are_mixed_and_the_rest_is_received(layers: int, names: list[str]) -> None:
     """Check: lower layers after ALA are bit-identical to w; buffers are those of w."""
     at = lab(fedala(num_ala_layers=layers), DEEP).rounds([0, 1], [0, 1])
-    first = at.site.weights.span(names[0]).start
+    first = at.replica.weights.span(names[0]).start
     before = at.keeps[0]
     weights, buffers = started(at, 0)
     assert torch.equal(weights[:first], at.weights[:first])
@@ -129,7 +129,7 @@ def test_the_top_layers_are_mixed_and_the_rest_is_received(layers: int, names: l
 
 def test_layers_are_those_of_the_model() -> None:
     """The names that the test above counts on."""
-    names = list(lab(fedala(), DEEP).site.weights.layout.spans)
+    names = list(lab(fedala(), DEEP).replica.weights.layout.spans)
     assert names[-4:] == ["body.5.weight", "body.5.bias", "head.weight", "head.bias"]
 
 
@@ -143,7 +143,7 @@ def test_the_mixture_is_exact_at_its_ends() -> None:
 
 def test_the_start_is_the_mixture_by_what_was_learned() -> None:
     at = lab(fedala(), BATCHNORM).rounds([0, 1], [0, 1], [0, 1])
-    w_k, head = at.keeps[0]["ala.w_k"].clone(), at.site.weights.span("head")
+    w_k, head = at.keeps[0]["ala.w_k"].clone(), at.replica.weights.span("head")
     w, training = at.weights.clone(), at.local
     at.local = replace(training, epochs=0)
     at.round([0, 1])
@@ -177,7 +177,7 @@ def test_the_gradient_of_the_mixing_weights(layers: int) -> None:
     at.keeps[0]["ala.W"] = W = torch.full_like(learned(at, 0), 0.5)
     w, w_k, data = at.weights.clone(), at.keeps[0]["ala.w_k"].clone(), at.federation.client(0)
     top = slice(len(w) - len(W), len(w))
-    look = at.site.frozen(w, at.server.buffers)
+    look = at.replica.frozen(w, at.server.buffers)
 
     def loss(W: Tensor) -> float:
         flat = w.clone()
@@ -205,7 +205,7 @@ def test_a_good_old_model_is_kept_where_the_new_one_is_bad() -> None:
     data = federation.client(0)
 
     def loss(flat: Tensor) -> float:
-        look = at.site.frozen(flat, at.server.buffers)
+        look = at.replica.frozen(flat, at.server.buffers)
         return float(F.cross_entropy(look(data.prepare(data.x, None)).logits, data.y))
 
     assert loss(at.keeps[0]["ala.w_k"]) < 0.1 * loss(at.weights)
@@ -330,13 +330,13 @@ def judged(at: Lab, client: int) -> Tensor:
     """The scores of a client's own model on the global test set."""
     mail: Mail = at.server.send(client, "evaluate")
     data, keep = at.federation.client(client), at.keeps.get(client, {})
-    scores = client_model(at.method, at.site, data, at.federation.info, at.local, keep, mail, at.seed)
+    scores = client_model(at.method, at.replica, data, at.federation.info, at.local, keep, mail, at.seed)
     return scores(at.federation.dataset.x[at.federation.split.global_test])
 
 
 def scored(at: Lab, flat: Tensor, buffers: Tensor) -> Tensor:
     x = at.federation.dataset.x[at.federation.split.global_test]
-    look = at.site.frozen(flat, buffers)
+    look = at.replica.frozen(flat, buffers)
     return look(at.federation.prepare(x, None)).logits
 
 
@@ -357,7 +357,7 @@ def test_models_are_tested_as_training_left_them(model: str) -> None:
 def test_or_after_mixing_with_the_newest_model(model: str) -> None:
     """As the authors do, for all clients, sampled or not; W as it was last learned."""
     at = lab(fedala(ala_all=True), model).rounds([0, 1], [0, 1], [1, 2])
-    head = at.site.weights.span("head")
+    head = at.replica.weights.span("head")
     for client in (0, 1):
         flat = at.weights.clone()
         flat[head] = mixed(flat[head], at.keeps[client]["ala.w_k"][head], learned(at, client))

@@ -21,7 +21,7 @@ from fedalloy.methods import fedavg
 def test_one_client_is_one_uninterrupted_run(model: str, optimiser: dict[str, Any]) -> None:
     """Check: K = 1 equals local training with the optimiser restarted each round, bit for bit."""
     lab = Lab(fedavg(), shards(100), model, epochs=2, batch=32, lr=0.1, **optimiser)
-    net = copy.deepcopy(lab.site.net).train()
+    net = copy.deepcopy(lab.replica.net).train()
     for round in (1, 2, 3):
         lab.round()
         restarted = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False, **optimiser)
@@ -39,7 +39,7 @@ def test_one_full_batch_step_is_gradient_descent(agg_weights: str) -> None:
     """Check: E = 1, B >= max n_k, plain SGD: one step w - lr sum_k p_k grad F_k(w) to 1e-6."""
     federation = digits()
     lab = Lab(fedavg(agg_weights=agg_weights), federation, batch=10_000, lr=0.5)
-    net, start = copy.deepcopy(lab.site.net), lab.weights.clone()
+    net, start = copy.deepcopy(lab.replica.net), lab.weights.clone()
     chosen = [0, 2, 5]
     sizes = torch.tensor([float(lab.sizes[k]) for k in chosen])
     p = sizes / sizes.sum() if agg_weights == "size" else torch.full((3,), 1 / 3)
@@ -126,7 +126,7 @@ def test_buffers_are_averaged_like_the_weights() -> None:
     lab.round()
     expected = (30 * lab.sent(0, "share.buffers").double() + 50 * lab.sent(1, "share.buffers").double()) / 80
     assert torch.equal(lab.server.buffers, expected.float())
-    assert far(lab.server.buffers, lab.site.initial_buffers) > 1e-3
+    assert far(lab.server.buffers, lab.replica.initial_buffers) > 1e-3
 
 
 def test_local_buffers_stay_and_come_back() -> None:
@@ -153,8 +153,8 @@ def test_dropped_buffers_start_anew() -> None:
     assert lab.round().bytes_up["share.buffers"] == 0
     assert lab.keeps == {0: {}, 1: {}}
     client = lab.trained(0)
-    assert torch.equal(client.received_buffers, lab.site.initial_buffers)
-    assert far(client.weights.buffers, lab.site.initial_buffers) > 1e-3
+    assert torch.equal(client.received_buffers, lab.replica.initial_buffers)
+    assert far(client.weights.buffers, lab.replica.initial_buffers) > 1e-3
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "drop"])

@@ -16,7 +16,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.run import reopen
 from fedalloy.methods import fedavg, fedbabu, fedrep
 from fedalloy.methods.fedbabu import FixedHead
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 MOVING: list[dict[str, Any]] = [
@@ -31,8 +31,8 @@ MOVING: list[dict[str, Any]] = [
 def test_the_head_never_moves(model: str, settings: dict[str, Any]) -> None:
     """Check: phi is phi_0, bit for bit, on the server and on every client, with momentum and weight decay on."""
     lab = Lab(fedbabu(), digits(), model, epochs=2, **settings)
-    head = lab.site.weights.span(HEAD)
-    start = lab.site.initial[head].clone()
+    head = lab.replica.weights.span(HEAD)
+    start = lab.replica.initial[head].clone()
     assert start.numel() == 170
     for chosen in PARTICIPANTS:
         lab.round(chosen)
@@ -65,11 +65,11 @@ def test_with_an_empty_body_nothing_is_trained(model: str) -> None:
     lab = Lab(alloy("fixed", FixedHead(part=":-99")), digits(), model, lr=0.1)
     lab.rounds(*PARTICIPANTS)
     assert lab.weights.numel() == 0
-    assert torch.equal(lab.server.shown()["global"][0], lab.site.initial)
-    assert torch.equal(lab.server.shown()["global"][1], lab.site.initial_buffers)
+    assert torch.equal(lab.server.shown()["global"][0], lab.replica.initial)
+    assert torch.equal(lab.server.shown()["global"][1], lab.replica.initial_buffers)
     client = lab.trained(0)
-    assert torch.equal(client.weights.flat, lab.site.initial)
-    assert torch.equal(client.weights.buffers, lab.site.initial_buffers)
+    assert torch.equal(client.weights.flat, lab.replica.initial)
+    assert torch.equal(client.weights.buffers, lab.replica.initial_buffers)
 
 
 @pytest.mark.parametrize("model", [MLP, BATCHNORM])
@@ -97,8 +97,8 @@ def test_fedrep_without_epochs_for_the_head(model: str, settings: dict[str, Any]
         lab.rounds(*PARTICIPANTS)
     assert torch.equal(labs[0].weights, labs[1].weights)
     assert torch.equal(labs[0].server.buffers, labs[1].server.buffers)
-    head = labs[0].site.weights.span(HEAD)
-    assert torch.equal(labs[1].keeps[0]["own.weights"], labs[0].site.initial[head])
+    head = labs[0].replica.weights.span(HEAD)
+    assert torch.equal(labs[1].keeps[0]["own.weights"], labs[0].replica.initial[head])
 
 
 def test_a_personal_evaluation_leaves_no_trace(tmp_path: Path) -> None:
@@ -139,9 +139,11 @@ def test_the_global_model_is_tested_as_it_is(tmp_path: Path) -> None:
     assert tuned.summary["metric"] == "personal_local_acc"
     for first, second in zip(plain.history, tuned.history, strict=True):
         assert first["metrics"]["global_acc"] == second["metrics"]["global_acc"]
-    server, sites, _ = reopen(tuned.folder)
-    site, index = sites.of(0), federation.split.global_test
-    net = site.frozen(torch.cat([server.weights, site.initial[site.weights.span(HEAD)]]), server.buffers)
+    server, replicas, _ = reopen(tuned.folder)
+    replica, index = replicas.of(0), federation.split.global_test
+    net = replica.frozen(
+        torch.cat([server.weights, replica.initial[replica.weights.span(HEAD)]]), server.buffers
+    )
     right = net(federation.prepare(federation.dataset.x[index], None)).logits.argmax(1)
     share = (right == federation.dataset.y[index]).double().mean().item()
     assert tuned.history[-1]["metrics"]["global_acc"] == pytest.approx(share)
@@ -186,7 +188,8 @@ def test_what_is_tuned(ft_part: str, part: str, ft_lr: float | None) -> None:
 def test_the_body_is_that_of_fedavg_and_the_head_may_be_orthogonal() -> None:
     inputs = digits().dataset.inputs
     plain, default, square = (
-        Site(method, MLP, inputs, seed=0) for method in (fedavg(), fedbabu(), fedbabu(head_init="orthogonal"))
+        Replica(method, MLP, inputs, seed=0)
+        for method in (fedavg(), fedbabu(), fedbabu(head_init="orthogonal"))
     )
     assert torch.equal(plain.initial, default.initial)
     body = plain.weights.span(BASE)
@@ -194,11 +197,11 @@ def test_the_body_is_that_of_fedavg_and_the_head_may_be_orthogonal() -> None:
     assert isinstance(square.net.head, nn.Linear)
     rows = square.net.head.weight.detach()
     assert far(rows @ rows.T, torch.eye(10)) < 1e-5
-    other = Site(fedbabu(head_init="orthogonal"), MLP, inputs, seed=1).net.head
+    other = Replica(fedbabu(head_init="orthogonal"), MLP, inputs, seed=1).net.head
     assert isinstance(other, nn.Linear)
     assert far(other.weight.detach(), rows) > 0.1
     lab = Lab(fedbabu(head_init="orthogonal"), digits(), lr=0.1).rounds(*PARTICIPANTS)
-    span = lab.site.weights.span("head.weight")
+    span = lab.replica.weights.span("head.weight")
     assert torch.equal(lab.server.shown()["global"][0][span], rows.flatten())
 
 
@@ -242,17 +245,17 @@ def test_beside_an_auxiliary_model(model: str) -> None:
     """What is beside the model stays as it was, and the model is shown whole."""
     lab = Lab(make("fedbabu+auxiliary"), digits(), model, lr=0.1).rounds([0, 1])
     flat, buffers = lab.server.shown()["global"]
-    base, statistics = lab.site.weights.span(BASE), lab.site.weights.buffer_span(BASE)
+    base, statistics = lab.replica.weights.span(BASE), lab.replica.weights.buffer_span(BASE)
     assert torch.equal(flat[base], lab.weights)
-    assert torch.equal(flat[base.stop :], lab.site.initial[base.stop :])
+    assert torch.equal(flat[base.stop :], lab.replica.initial[base.stop :])
     assert torch.equal(buffers[statistics], lab.server.buffers)
-    assert torch.equal(buffers[statistics.stop :], lab.site.initial_buffers[statistics.stop :])
-    assert len(flat) == len(lab.site.initial)
+    assert torch.equal(buffers[statistics.stop :], lab.replica.initial_buffers[statistics.stop :])
+    assert len(flat) == len(lab.replica.initial)
 
 
 def test_a_new_neck_belongs_to_the_body() -> None:
     """The head is the last layer alone; layers before it are averaged."""
     lab = Lab(make("fedbabu+projector(width=12)"), digits(), lr=0.1).rounds([0, 1])
     assert lab.weights.numel() == (64 * 16 + 16) + (16 * 16 + 16) + (16 * 12 + 12)
-    neck = lab.site.weights.span("neck")
-    assert far(lab.weights[neck], lab.site.initial[neck]) > 1e-4
+    neck = lab.replica.weights.span("neck")
+    assert far(lab.weights[neck], lab.replica.initial[neck]) > 1e-4

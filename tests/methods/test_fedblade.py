@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import AlloyConflict
 from fedalloy.core.diagnostics import effective_rank, spectrum
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, load
 from fedalloy.data.federation import Federation
@@ -42,7 +42,7 @@ def by_class(*held: list[int], each: int = 20) -> Federation:
 
 
 def prototypes(lab: Lab) -> Items:
-    return lab.server.boxes["features-means"].keep
+    return lab.server.states["features-means"].persistent
 
 
 def step_of(client: Client) -> Step:
@@ -55,7 +55,7 @@ def step_of(client: Client) -> Step:
 def pba_loss(client: Client, step: Step | None = None) -> Tensor:
     piece = client.method.find(PBA)
     assert piece is not None
-    loss = piece.loss(step or step_of(client), client.box(piece))
+    loss = piece.loss(step or step_of(client), client.state_of(piece))
     assert loss is not None
     return loss
 
@@ -78,7 +78,7 @@ def as_step(z: Tensor) -> Step:
 def push(z: Tensor, **settings: Any) -> Tensor:
     """beta dL/dZ: what the term sends back into the features of a batch."""
     leaf = z.clone().requires_grad_()
-    loss = LDDecorr(**settings).loss(as_step(leaf), Box())
+    loss = LDDecorr(**settings).loss(as_step(leaf), State())
     assert loss is not None
     return torch.autograd.grad(loss, leaf)[0]
 
@@ -89,7 +89,7 @@ def push(z: Tensor, **settings: Any) -> Tensor:
 def test_the_classifier_never_changes() -> None:
     """Check 1: V has unit columns, pairwise cosine -1/(C-1) and sum 0 (1e-6), unchanged after any number of rounds."""
     lab = Lab(fedblade(), digits(), BATCHNORM, lr=0.1, momentum=0.9)
-    head = lab.site.net.head
+    head = lab.replica.net.head
     assert isinstance(head, ETF)
     before = head.V.clone()
     assert far(before.T @ before, torch.full((10, 10), -1 / 9).fill_diagonal_(1)) < 1e-6
@@ -156,8 +156,8 @@ def test_eps_caps_the_push() -> None:
 
 
 def test_a_single_sample_is_skipped() -> None:
-    assert LDDecorr().loss(as_step(features(1, 4)), Box()) is None
-    assert LDDecorr(beta=0).loss(as_step(features(4, 4)), Box()) is None
+    assert LDDecorr().loss(as_step(features(1, 4)), State()) is None
+    assert LDDecorr(beta=0).loss(as_step(features(4, 4)), State()) is None
 
 
 def test_it_raises_the_effective_rank() -> None:
@@ -173,7 +173,7 @@ def test_it_raises_the_effective_rank() -> None:
             method, federation, "mlp(hidden=256, depth=2, norm=batch)", batch=64, momentum=0.9, steps=300
         )
         lab.round()  # a loss that is not finite is refused
-        net = lab.site.frozen(lab.weights, lab.server.buffers)
+        net = lab.replica.frozen(lab.weights, lab.server.buffers)
         ranks.append(effective_rank(spectrum(net(federation.prepare(x, None)).features)))
     assert ranks[1] >= 2 * ranks[0]
 
@@ -209,14 +209,14 @@ def test_the_bound_holds_back_nothing_but_its_own_term() -> None:
     """The task's gradient into the features passes unbounded, also in float64, where no copy is made on the way."""
     for z in (almost_dead(1e-4), almost_dead(1e-4).double()):
         leaf = z.requires_grad_()
-        term = LDDecorr().loss(as_step(leaf), Box())
+        term = LDDecorr().loss(as_step(leaf), State())
         assert term is not None
         (both,) = torch.autograd.grad(term + 100 * leaf.sum(), leaf)
         assert float((both - 100).norm()) == pytest.approx(1, rel=1e-3)
 
 
 def test_frozen_features_have_no_gradient_to_bound() -> None:
-    loss = LDDecorr().loss(as_step(features(4, 6)), Box())
+    loss = LDDecorr().loss(as_step(features(4, 6)), State())
     assert loss is not None
     assert not loss.requires_grad
 
@@ -312,7 +312,7 @@ def test_both_alignments_by_hand(absent_count: int, no_df: bool) -> None:
     federation = by_class([0, 2, 3], [3, 7], [2, 4, 5])
     method = fedblade(gamma=0.7, tau=0.2, no_df=no_df, absent_count=absent_count)
     client = Lab(method, federation, BATCHNORM, lr=0.1).rounds([0, 1]).trained(2)  # 4 and 5 are new
-    got = client.boxes["features-means"].got
+    got = client.states["features-means"].received
     seen, p, counts = got["seen"].nonzero().flatten().tolist(), got["means"], client.data.counts
     assert seen == [0, 2, 3, 7]
     head = client.net.head
@@ -376,7 +376,7 @@ def test_prototypes_are_mean_features_of_the_trained_models(model: str) -> None:
     sums, counts = torch.zeros(10, 16), torch.zeros(10)
     for k in (0, 3):
         data = lab.federation.client(k)
-        net = lab.site.frozen(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
+        net = lab.replica.frozen(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
         z = net(data.prepare(data.x, None)).features
         sums.index_add_(0, data.y, z)
         counts += data.counts
@@ -430,7 +430,7 @@ def test_every_switch_does_something(setting: str) -> None:
         Lab(make(text), digits(skew="dirichlet:0.1"), BATCHNORM, lr=0.05)
         for text in ("fedblade", f"fedblade({setting})")
     ]
-    ends = [lab.rounds([0, 1], [0, 1]).weights[lab.site.weights.span("body")] for lab in labs]
+    ends = [lab.rounds([0, 1], [0, 1]).weights[lab.replica.weights.span("body")] for lab in labs]
     assert far(*ends) > 1e-6
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedalloy.core.diagnostics import effective_rank, spectrum
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.methods import fedavg, feddecorr
 from fedalloy.methods.feddecorr import Decorr, decorrelation, z_scores
 from fedalloy.round.client import Step
@@ -62,7 +62,7 @@ def test_the_recipe() -> None:
 def test_a_single_sample() -> None:
     """Check 1: B = 1 gives exactly 0."""
     alone = cast(Step, SimpleNamespace(out=SimpleNamespace(features=torch.randn(1, 4)), y=torch.zeros(1)))
-    assert Decorr().loss(alone, Box()) is None
+    assert Decorr().loss(alone, State()) is None
     ends = [
         Lab(method, digits(), lr=0.01, batch=1).rounds([0]).weights
         for method in (fedavg(), feddecorr(beta=9.0))
@@ -137,7 +137,7 @@ def test_features_not_projections_are_decorrelated() -> None:
     step = SimpleNamespace(
         out=SimpleNamespace(features=z, embedding=z[:, :2], logits=z[:, :3]), y=torch.zeros(6)
     )
-    loss = Decorr(beta=0.5).loss(cast(Step, step), Box())
+    loss = Decorr(beta=0.5).loss(cast(Step, step), State())
     assert loss is not None
     assert torch.equal(loss, 0.5 * decorrelation(z))
 

@@ -19,7 +19,7 @@ LOGITS, PROBABILITIES = "logits-means", "probabilities-means"
 
 
 def rows(lab: Lab, label: str = LOGITS) -> Tensor:
-    return lab.server.boxes[label].keep["means"]
+    return lab.server.states[label].persistent["means"]
 
 
 def sent(lab: Lab, client: int, label: str = LOGITS) -> dict[int, Tensor]:
@@ -37,7 +37,7 @@ def started(lab: Lab, client: int) -> Client:
 
 def targets(lab: Lab, client: int) -> tuple[Tensor, list[int]]:
     """What a client will distil towards, and for which classes."""
-    memo = started(lab, client).boxes["outputdistillation"].memo
+    memo = started(lab, client).states["outputdistillation"].scratch
     return memo["targets"], memo["known"].nonzero().flatten().tolist()
 
 
@@ -48,11 +48,11 @@ def term(lab: Lab, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = Step(client, x, y, torch.arange(len(y)), 0)
     step.out = client.net(x)
     piece = lab.method.pieces[-1]
-    loss = piece.loss(step, client.box(piece))
+    loss = piece.loss(step, client.state_of(piece))
     return (
         torch.zeros(()) if loss is None else loss,
         step.out.logits,
-        client.boxes["outputdistillation"].memo["targets"],
+        client.states["outputdistillation"].scratch["targets"],
     )
 
 
@@ -142,8 +142,8 @@ def test_mean_outputs_come_closer() -> None:
 def test_outputs_are_gathered_while_training(output: str, label: str) -> None:
     """F[c]: the mean output over all batches of all epochs, as the model was then."""
     lab = Lab(feddistill(output=output), by_class([0, 1], [1, 2]), lr=0.1, epochs=3, batch=16).rounds([0, 1])
-    net = lab.site.net
-    lab.site.reset()
+    net = lab.replica.net
+    lab.replica.reset()
     optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
     said, labels = [], []
     for x, y in batches(lab, 0, 1):

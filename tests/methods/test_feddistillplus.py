@@ -19,7 +19,7 @@ MEANS = "probabilities-means"
 
 
 def soft_labels(lab: Lab) -> Tensor:
-    return lab.server.boxes[MEANS].keep["means"]
+    return lab.server.states[MEANS].persistent["means"]
 
 
 def term(lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,7 +28,7 @@ def term(lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
     step = Step(client, x, y, torch.arange(12), 0)
     step.out = client.net(x)
     piece = lab.method.pieces[-1]
-    loss = piece.loss(step, client.box(piece))
+    loss = piece.loss(step, client.state_of(piece))
     assert loss is not None
     return loss, step.out.logits, y
 
@@ -75,7 +75,7 @@ def test_soft_labels_are_measured_as_in_feddw(model: str) -> None:
         dw.round([0, 3])
         for k in (0, 3):
             data = lab.federation.client(k)
-            net = lab.site.frozen(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
+            net = lab.replica.frozen(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
             said = net(data.prepare(data.x, None)).logits.softmax(1)
             sums.index_add_(0, data.y, said.double())
             counts += data.counts
@@ -84,7 +84,7 @@ def test_soft_labels_are_measured_as_in_feddw(model: str) -> None:
         expected = (1 - momentum) * expected + momentum * torch.eye(10)[held]
         assert far(soft_labels(lab)[held], expected) < 1e-6
         assert torch.equal(soft_labels(lab)[~held], torch.eye(10)[~held])
-        specs = [{key: spec.slot for key, spec in one.site.specs("up").items()} for one in (lab, dw)]
+        specs = [{key: spec.slot for key, spec in one.replica.specs("up").items()} for one in (lab, dw)]
         assert specs[0] == specs[1]  # theta, soft labels of held classes, counts: FedDW's wire
 
 

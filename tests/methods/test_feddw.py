@@ -27,12 +27,12 @@ def bare() -> Alloy:
 
 
 def soft_labels(lab: Lab) -> Tensor:
-    return lab.server.boxes[MEANS].keep["means"]
+    return lab.server.states[MEANS].persistent["means"]
 
 
 def relations(lab: Lab) -> Tensor:
     """softmax(omega omega^T) of the global model."""
-    weight = lab.site.weights.views(lab.weights)["head.weight"]
+    weight = lab.replica.weights.views(lab.weights)["head.weight"]
     return class_relations(weight)
 
 
@@ -46,7 +46,7 @@ def step_of(client: Client, cut: slice) -> Step:
 def dw_loss(client: Client, cut: slice = slice(16)) -> Tensor:
     piece = client.method.find(DW)
     assert piece is not None
-    loss = piece.loss(step_of(client, cut), client.box(piece))
+    loss = piece.loss(step_of(client, cut), client.state_of(piece))
     assert loss is not None
     return loss
 
@@ -121,7 +121,7 @@ def test_the_term_reaches_the_class_weights_alone() -> None:
     assert torch.equal(dw_loss(client, slice(16, 20)), loss)
     omega = client.net.head.weight
     assert isinstance(omega, Tensor)
-    target = client.boxes[MEANS].got["means"]
+    target = client.states[MEANS].received["means"]
     by_hand = 3.0 * (target - class_relations(omega)).square().sum() / 10**2
     assert loss.item() == pytest.approx(by_hand.item(), rel=1e-6)
     assert far(target, torch.eye(10)) > 0.1  # the soft labels of the federation, no longer the identity
@@ -144,7 +144,7 @@ def test_soft_labels_come_from_the_trained_model_in_eval_mode(model: str) -> Non
     sums, counts = torch.zeros(10, 10), torch.zeros(10)
     for k in (0, 3):
         data = lab.federation.client(k)
-        net = lab.site.frozen(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
+        net = lab.replica.frozen(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
         said = net(data.prepare(data.x, None)).logits.softmax(1)
         rows = {c: said[data.y == c].mean(0) for c in set(data.y.tolist())}
         assert lab.sent(k, f"{MEANS}.means") == pytest.approx(
@@ -198,7 +198,7 @@ def test_decay_of_mu() -> None:
 
     def strengths(**settings: Any) -> list[float]:
         lab = Lab(feddw(mu=8.0, **settings), digits(), steps=1)
-        return [lab.trained(0).boxes["dw"].memo["mu"] for _ in range(6)]
+        return [lab.trained(0).states["dw"].scratch["mu"] for _ in range(6)]
 
     assert strengths() == [8.0] * 6
     assert strengths(mu_decay=10.0, mu_decay_every=2) == pytest.approx([8, 8, 0.8, 0.8, 0.08, 0.08])
@@ -224,12 +224,12 @@ def test_hosts(host: str) -> None:
         lab.rounds([0, 1], [0, 2])
     assert torch.equal(labs[0].weights, labs[1].weights)
     assert far(labs[1].weights, labs[2].weights) > 1e-3
-    assert lab.site.net.head.bias is None
+    assert lab.replica.net.head.bias is None
 
 
 @pytest.mark.parametrize("method", ["moon(proj_dim=12)+dw(mu=1)", "feddw(mu=1)+moon(proj_dim=12)"])
 def test_the_head_is_free_of_bias_whatever_the_order(method: str) -> None:
-    assert Lab(make(method), digits()).site.net.head.bias is None
+    assert Lab(make(method), digits()).replica.net.head.bias is None
 
 
 @pytest.mark.parametrize("method", ["fedetf+dw", "dw+fedetf", "fedblade+dw"])

@@ -15,12 +15,12 @@ PARTICIPANTS = ([0, 1, 5], [2], [0, 1, 2, 3, 4, 5], [4, 5], [1, 3])
 
 
 def h_of(lab: Lab) -> Tensor:
-    return lab.server.boxes["dynamic"].keep["h"]
+    return lab.server.states["dynamic"].persistent["h"]
 
 
 def mean_of(lab: Lab) -> Tensor:
     """The mean of the participants' models."""
-    return lab.server.boxes["dynamic"].keep["mean"]
+    return lab.server.states["dynamic"].persistent["mean"]
 
 
 def linear_terms(lab: Lab) -> Tensor:

@@ -13,7 +13,7 @@ from fedalloy.data import Dataset, load
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedavg, fedetf
 from fedalloy.methods.fedetf import ETF, Projection, simplex_etf
-from fedalloy.round.replica import Site, Sites
+from fedalloy.round.replica import Replica, Replicas
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 DIGITS = Inputs("image", (1, 8, 8), classes=10)
@@ -41,18 +41,18 @@ def test_too_few_dimensions() -> None:
     with pytest.raises(FedAlloyError, match="etf_dim 9 is too small for 10 classes; it must be at least 10"):
         Lab(fedetf(etf_dim=9), digits())
     with pytest.raises(FedAlloyError, match="at least 2 classes"):
-        Site(fedetf(), "mlp", Inputs("vector", (4,), classes=1), 0)
+        Replica(fedetf(), "mlp", Inputs("vector", (4,), classes=1), 0)
 
 
 @pytest.mark.parametrize("model", [MLP, BATCHNORM])
 def test_the_classifier_never_changes(model: str) -> None:
     """Check 2: V has no gradient, is bit-identical before and after a run, and equal on server and all clients."""
     lab = Lab(fedetf(etf_dim=12), digits(), model, lr=0.1, momentum=0.9, weight_decay=0.1)
-    v = etf_of(lab.site.net).clone()
+    v = etf_of(lab.replica.net).clone()
     lab.rounds(*PARTICIPANTS)
     client = lab.trained(3)
     frozen = client.frozen(client.received, client.received_buffers)
-    for net in (lab.site.net, client.net, frozen.net):
+    for net in (lab.replica.net, client.net, frozen.net):
         assert torch.equal(etf_of(net), v)
         assert not etf_of(net).requires_grad
 
@@ -73,7 +73,7 @@ def test_the_classifier_is_outside_of_every_average() -> None:
 def test_one_classifier_for_all_models() -> None:
     """Pitfall: V has its own generator: equal for all architectures of a seed, different for another seed."""
     models = ("mlp(hidden=8)", "mlp(hidden=20, norm=batch)", "cnn-bn")
-    built = [Sites(fedetf(), models, DIGITS, seed) for seed in (0, 1)]
+    built = [Replicas(fedetf(), models, DIGITS, seed) for seed in (0, 1)]
     first, *others = [etf_of(built[0].named(model).net) for model in models]
     assert all(torch.equal(first, v) for v in others)
     assert far(first, etf_of(built[1].named(models[0]).net)) > 0.1
@@ -81,8 +81,8 @@ def test_one_classifier_for_all_models() -> None:
 
 def test_the_body_has_the_draw_of_fedavg() -> None:
     lab, plain = Lab(fedetf(), digits()), Lab(fedavg(), digits())
-    body = plain.site.weights.span("body")
-    assert torch.equal(lab.site.initial[body], plain.site.initial[body])
+    body = plain.replica.weights.span("body")
+    assert torch.equal(lab.replica.initial[body], plain.replica.initial[body])
 
 
 def test_balanced_clients_use_cross_entropy() -> None:
@@ -92,7 +92,7 @@ def test_balanced_clients_use_cross_entropy() -> None:
     for each in (2, 10):
         lab = Lab(fedetf(), dealt([[i for place in places for i in place[:each]]]), batch=1000, lr=0.1)
         ((x, labels),) = batches(lab, 0, 1)
-        plain = F.cross_entropy(lab.site.net(x).logits, labels)
+        plain = F.cross_entropy(lab.replica.net(x).logits, labels)
         lab.round()
         assert lab.replies[0].loss == pytest.approx(plain.item(), abs=1e-6)
 
@@ -100,11 +100,11 @@ def test_balanced_clients_use_cross_entropy() -> None:
 def test_logits_are_bounded() -> None:
     """Check 4: logits are bounded by |s|; ||mu|| = 1, also after training; a zero vector stays finite."""
     lab = Lab(fedetf(scale_init=7.0), digits(), lr=0.5).rounds(*PARTICIPANTS)
-    net = lab.site.frozen(lab.weights, lab.server.buffers).net
+    net = lab.replica.frozen(lab.weights, lab.server.buffers).net
     data = lab.federation.client(2)
     out = net(data.prepare(data.x, None))
     assert far(out.embedding.norm(dim=1), torch.ones(len(data.y))) < 1e-6
-    scale = abs(lab.site.weights.views(lab.weights)["head.scale"].item())
+    scale = abs(lab.replica.weights.views(lab.weights)["head.scale"].item())
     assert scale != 7.0  # learned
     assert float(out.logits.abs().max()) <= scale * (1 + 1e-6)
     assert torch.equal(Projection(3, 2, bias=False)(torch.zeros(1, 3)), torch.zeros(1, 2))
@@ -115,8 +115,8 @@ def test_one_round_by_hand(absent_count: int) -> None:
     """z -> Psi z + b -> unit sphere -> s v_c^T mu + log m_c -> CE; SGD on theta, Psi, s; averaged by size."""
     method = fedetf(etf_dim=11, scale_init=2.0, absent_count=absent_count)
     lab = Lab(method, digits(skew="dirichlet:0.1"), lr=0.3, batch=16)
-    v = etf_of(lab.site.net).clone()
-    start = {name: value.clone() for name, value in lab.site.weights.views(lab.weights).items()}
+    v = etf_of(lab.replica.net).clone()
+    start = {name: value.clone() for name, value in lab.replica.weights.views(lab.weights).items()}
     assert {name.partition(".")[0] for name in start} == {"body", "neck", "head"}
     ends, sizes = [], []
     for k in (0, 4):
@@ -154,7 +154,7 @@ def test_clients_with_disjoint_classes() -> None:
 
     def accuracy(method: Alloy, seed: int) -> float:
         lab = Lab(method, federation, MLP, seed=seed, lr=0.1, momentum=0.9, epochs=5).rounds(*[[0, 1]] * 10)
-        net = lab.site.frozen(lab.weights, lab.server.buffers)
+        net = lab.replica.frozen(lab.weights, lab.server.buffers)
         return float((net(federation.prepare(x_test, None)).logits.argmax(1) == y_test).float().mean())
 
     ours, theirs = ([accuracy(method, seed) for seed in range(3)] for method in (fedetf(), fedavg()))
@@ -167,5 +167,5 @@ def test_settings_reach_the_loss(setting: str) -> None:
     labs = [
         Lab(make(text), digits(skew="dirichlet:0.1"), lr=0.05) for text in ("fedetf", f"fedetf({setting})")
     ]
-    ends = [lab.rounds([0, 1]).weights[lab.site.weights.span("body")] for lab in labs]
+    ends = [lab.rounds([0, 1]).weights[lab.replica.weights.span("body")] for lab in labs]
     assert far(*ends) > 1e-5

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedalloy.core.alloy import AlloyConflict, Mechanism, alloy
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientView
 from fedalloy.methods import fedavg, fedfa
 from fedalloy.methods.fedfa import Anchors, distance, first_anchors
@@ -23,7 +23,7 @@ SKEWED = "pathological:3"
 
 def anchors(lab: Lab) -> Tensor:
     """The server's."""
-    return lab.server.boxes["anchors"].keep["anchors"]
+    return lab.server.states["anchors"].persistent["anchors"]
 
 
 @pytest.mark.parametrize("model", [MLP, BATCHNORM])
@@ -68,7 +68,7 @@ def test_calibration_moves_the_classifier_alone(host: str) -> None:
     start = lab.weights.clone()
     lab.round([0, 1])
     moved = (lab.weights != start).nonzero().flatten()
-    spans = [lab.site.weights.span(part) for part in ("body", "neck", "head")]
+    spans = [lab.replica.weights.span(part) for part in ("body", "neck", "head")]
     assert int(moved[0]) >= spans[0].stop
     for span in spans[1:]:
         assert torch.equal(lab.weights[span], start[span]) == (span.start == span.stop)
@@ -79,7 +79,7 @@ def test_anchors_are_constants() -> None:
     lab = Lab(fedfa(), digits(), lr=0.05, epochs=2)
     before = anchors(lab).clone()
     client = lab.trained(0)
-    got = client.boxes["anchors"].got["anchors"]
+    got = client.states["anchors"].received["anchors"]
     assert not got.requires_grad
     assert torch.equal(got, before)
 
@@ -122,8 +122,8 @@ def test_the_gradient_of_the_distance_is_added(lam: float) -> None:
     lab = Lab(method, shards(40), lr=0.1, batch=10_000)
     start, given = lab.weights.clone(), anchors(lab).clone()
     lab.round()
-    data, net = lab.federation.client(0), lab.site.net
-    lab.site.weights.load(start, lab.site.initial_buffers)
+    data, net = lab.federation.client(0), lab.replica.net
+    lab.replica.weights.load(start, lab.replica.initial_buffers)
     out = net(data.prepare(data.x, None))
     loss = F.cross_entropy(out.logits, data.y) + lam * distance(out.features, data.y, given)
     gradients = torch.autograd.grad(loss, list(net.parameters()))
@@ -141,14 +141,14 @@ def test_how_anchors_move(official_mean: bool, momentum: float) -> None:
     lab = Lab(method, digits(6, SKEWED), lr=0.05, epochs=3, batch=8)
     moving = anchors(lab).clone()
     lab.round([0])
-    net, data = lab.site.net, lab.federation.client(0)
+    net, data = lab.replica.net, lab.federation.client(0)
     seen = list(zip(batches(lab, 0, 1), outer.points, strict=True))
     rare = False
     for epoch in range(3):
         steps = len(seen) // 3
         means: dict[int, list[Tensor]] = {}
         for (x, y), point in seen[epoch * steps : (epoch + 1) * steps]:
-            lab.site.weights.load(point, lab.site.initial_buffers)
+            lab.replica.weights.load(point, lab.replica.initial_buffers)
             z = net(x).features.detach()
             for c in set(y.tolist()):
                 means.setdefault(c, []).append(z[y == c].mean(0))
@@ -206,7 +206,7 @@ def test_the_schedule_of_calibration(schedule: Schedule, steps: int) -> None:
         batch=20,
     )
     head = torch.nn.Linear(16, 10)
-    span = lab.site.weights.span("head")
+    span = lab.replica.weights.span("head")
     torch.nn.utils.vector_to_parameters(lab.weights[span].clone(), head.parameters())
     optimiser = torch.optim.SGD(head.parameters(), lr=0.5)
     for _ in range(steps):
@@ -234,7 +234,7 @@ def test_before_is_not_after() -> None:
 def test_the_calibrating_optimiser() -> None:
     """Adam, with a state that lasts one round; the first step is then lr wherever there is a gradient."""
     lab = Lab(fedfa(calibration="after", calib_lr=0.01), shards(40), lr=0.0)
-    span = lab.site.weights.span("head")
+    span = lab.replica.weights.span("head")
     for _ in range(2):
         before = lab.weights.clone()
         lab.round()
@@ -260,7 +260,7 @@ def test_other_wrappers_do_not_undo_the_calibration(text: str) -> None:
 class _Body(Mechanism):
     """Trains the body alone."""
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, "body")]
 
 
@@ -268,7 +268,7 @@ class _Body(Mechanism):
 def test_a_frozen_classifier_stays_frozen(schedule: Schedule) -> None:
     """Only once the phase is over does the last calibration reach it."""
     lab = Lab(alloy("body", fedfa(calibration=schedule), _Body()), digits(), lr=0.05, epochs=2)
-    start, span = lab.weights.clone(), lab.site.weights.span("head")
+    start, span = lab.weights.clone(), lab.replica.weights.span("head")
     lab.round([0])
     moved = float((lab.weights - start)[span].abs().max())
     assert moved == pytest.approx(1e-3 if schedule == "batch" else 0.0, rel=1e-2)  # at most one step of Adam
@@ -319,7 +319,7 @@ def test_classifiers_agree() -> None:
     alike = []
     for method in (fedavg(), fedfa()):
         lab = Lab(method, digits(6, SKEWED), lr=0.05, epochs=3)
-        span = lab.site.weights.span("head")
+        span = lab.replica.weights.span("head")
         for _ in range(6):
             start, given = lab.weights, anchors(lab) if method.find(Anchors) else None
             lab.round()
@@ -328,6 +328,6 @@ def test_classifiers_agree() -> None:
         alike.append(float(cosines[~torch.eye(6, dtype=torch.bool)].mean()))
     assert given is not None
     for k in range(6):
-        lab.site.weights.load(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
-        assert torch.equal(lab.site.net.head(given).argmax(1), torch.arange(10))
+        lab.replica.weights.load(lab.sent(k, "share.weights"), lab.sent(k, "share.buffers"))
+        assert torch.equal(lab.replica.net.head(given).argmax(1), torch.arange(10))
     assert alike[1] > alike[0] + 0.2

@@ -14,7 +14,7 @@ from fedalloy.core.registry import make
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
 from fedalloy.methods import fedavg, fedfa_aug
 from fedalloy.methods.fedfa_aug import EPS, Jitter, layers, stages
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 
 CNN = "cnn-fedrda"
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
@@ -137,12 +137,12 @@ def test_maps_without_deviation(x: Tensor) -> None:
     ],
 )
 def test_one_for_every_stage(model: str, channels: list[int]) -> None:
-    site = Site(fedfa_aug(), model, IMAGES, seed=0, imports=Imports())
-    found = [site.net.get_submodule(name) for name in layers(site.net)]
+    replica = Replica(fedfa_aug(), model, IMAGES, seed=0, imports=Imports())
+    found = [replica.net.get_submodule(name) for name in layers(replica.net)]
     assert [module.variances.shape[1] for module in found if isinstance(module, Jitter)] == channels
-    plain = Site(fedavg(), model, IMAGES, seed=0, imports=Imports())
-    assert torch.equal(site.initial, plain.initial)
-    assert len(site.initial_buffers) == len(plain.initial_buffers) + 4 * sum(channels)
+    plain = Replica(fedavg(), model, IMAGES, seed=0, imports=Imports())
+    assert torch.equal(replica.initial, plain.initial)
+    assert len(replica.initial_buffers) == len(plain.initial_buffers) + 4 * sum(channels)
     body = models.build(model, IMAGES).body
     assert isinstance(body, nn.Sequential)
     for place in stages(body, IMAGES):  # pooling and activation belong to a stage, the global mean does not
@@ -173,11 +173,11 @@ def test_a_probability_below_any_draw_changes_no_weight() -> None:
 def test_variances_between_clients(per_channel: bool) -> None:
     """V: of the participants' running statistics, channel by channel; the authors' code takes one over all."""
     lab = Lab(fedfa_aug(per_channel=per_channel), digits(), CNN, lr=0.05)
-    layout = lab.site.weights.buffer_layout
+    layout = lab.replica.weights.buffer_layout
     for chosen in PARTICIPANTS:
         lab.round(chosen)
         views = layout.views(lab.server.buffers)
-        for name in layers(lab.site.net):
+        for name in layers(lab.replica.net):
             sent = torch.stack(
                 [layout.views(lab.sent(k, "share.buffers"))[f"{name}.statistics"] for k in chosen]
             )
@@ -191,7 +191,7 @@ def test_variances_between_clients(per_channel: bool) -> None:
 def test_clients_use_what_the_server_sent_and_do_not_change_it() -> None:
     lab = Lab(fedfa_aug(prob=1.0), digits(), CNN, lr=0.05)
     lab.round([0, 1])
-    (name, *_), layout = layers(lab.site.net), lab.site.weights.buffer_layout
+    (name, *_), layout = layers(lab.replica.net), lab.replica.weights.buffer_layout
     shared = layout.views(lab.server.buffers)[f"{name}.variances"].clone()
     lab.round([2])
     assert torch.equal(layout.views(lab.sent(2, "share.buffers"))[f"{name}.variances"], shared)

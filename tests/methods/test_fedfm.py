@@ -32,11 +32,11 @@ def by_class(*held: list[int], each: int = 20) -> Federation:
 
 
 def anchors(lab: Lab) -> Tensor:
-    return lab.server.boxes[ANCHORS].keep["means"]
+    return lab.server.states[ANCHORS].persistent["means"]
 
 
 def seen(lab: Lab) -> list[int]:
-    return lab.server.boxes[ANCHORS].keep["seen"].nonzero().flatten().tolist()
+    return lab.server.states[ANCHORS].persistent["seen"].nonzero().flatten().tolist()
 
 
 def features(lab: Lab, client: int, *, own: bool = False) -> tuple[Tensor, Tensor]:
@@ -47,8 +47,8 @@ def features(lab: Lab, client: int, *, own: bool = False) -> tuple[Tensor, Tenso
         if own
         else (lab.weights, lab.server.buffers)
     )
-    net = lab.site.frozen(*state)
-    lab.site._lent = 0
+    net = lab.replica.frozen(*state)
+    lab.replica._lent = 0
     return net(data.prepare(data.x, None)).features, data.y
 
 
@@ -58,7 +58,7 @@ def loss_of(client: Client, cut: slice = slice(16)) -> Tensor | None:
     index = torch.arange(client.data.samples)[cut]
     step = Step(client, client.data.prepare(client.data.x[cut], None), client.data.y[cut], index, 0)
     step.out = client.net(step.x)
-    return piece.loss(step, client.box(piece))
+    return piece.loss(step, client.state_of(piece))
 
 
 @pytest.mark.parametrize("settings", [{}, {"one_trip": True}, {"equal_avg": True}])
@@ -192,7 +192,7 @@ def cosines(method: str, model: str) -> tuple[float, float]:
     index = federation.split.global_test
     x, y = federation.prepare(federation.dataset.x[index], None), federation.dataset.y[index]
     lab = Lab(make(method), federation, model, lr=0.1, epochs=3).rounds(*[range(6)] * 5)
-    z = lab.site.frozen(lab.weights, lab.server.buffers)(x).features
+    z = lab.replica.frozen(lab.weights, lab.server.buffers)(x).features
     scores = F.normalize(z, dim=1) @ F.normalize(anchors(lab), dim=1).T
     own = F.one_hot(y, 10).bool()
     return float(scores[own].mean()), float(scores[~own].mean())

@@ -134,7 +134,7 @@ def test_means_come_from_a_pass_after_training(model: str) -> None:
     lab.round()
     data = lab.federation.client(0)
     whole = torch.cat([lab.keeps[0]["own.weights"], start])  # the features do not depend on the head
-    z = lab.site.frozen(whole, lab.keeps[0]["own.buffers"])(data.prepare(data.x, None)).features
+    z = lab.replica.frozen(whole, lab.keeps[0]["own.buffers"])(data.prepare(data.x, None)).features
     expected = torch.stack([z[data.y == c].mean(0) for c in (0, 3, 8)])
     assert far(lab.sent(0, f"{HEAD}.means"), expected) < 1e-6
 
@@ -160,21 +160,21 @@ def test_which_head_is_tried(evaluate: str) -> None:
     lab = Lab(fedgh(evaluate=evaluate, **QUICK), digits(), lr=0.1).rounds([0, 1])
     data, mail = lab.federation.client(0), lab.server.send(0, "evaluate")
     model = client_model(
-        lab.method, lab.site, data, lab.federation.info, lab.local, lab.keeps[0], mail, lab.seed
+        lab.method, lab.replica, data, lab.federation.info, lab.local, lab.keeps[0], mail, lab.seed
     )
     heads = {"received": lab.weights, "trained": lab.keeps[0].get(f"{HEAD}.head", lab.weights)}
     found = model(data.x)
     whole = torch.cat([lab.keeps[0]["own.weights"], heads[evaluate]])
-    out = lab.site.frozen(whole, lab.keeps[0]["own.buffers"])(data.prepare(data.x, None))
+    out = lab.replica.frozen(whole, lab.keeps[0]["own.buffers"])(data.prepare(data.x, None))
     assert far(found, out.logits) < 1e-6
     assert (f"{HEAD}.head" in lab.keeps[0]) == (evaluate == "trained")
     if evaluate == "trained":
         assert far(heads["trained"], heads["received"]) > 1e-3
         stranger = lab.server.send(5, "evaluate")  # never asked: it has trained no head of its own
         info = lab.federation.info
-        fresh = client_model(lab.method, lab.site, data, info, lab.local, {}, stranger, lab.seed)(data.x)
-        begun = torch.cat([lab.site.initial[: -len(lab.weights)], lab.weights])
-        plain = lab.site.frozen(begun, lab.site.initial_buffers)(data.prepare(data.x, None))
+        fresh = client_model(lab.method, lab.replica, data, info, lab.local, {}, stranger, lab.seed)(data.x)
+        begun = torch.cat([lab.replica.initial[: -len(lab.weights)], lab.weights])
+        plain = lab.replica.frozen(begun, lab.replica.initial_buffers)(data.prepare(data.x, None))
         assert far(fresh, plain.logits) < 1e-6
 
 

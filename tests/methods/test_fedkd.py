@@ -28,7 +28,7 @@ from fedalloy.experiment.run import Setup
 from fedalloy.mechanisms.svd import SVD, Matrix, matrices_of
 from fedalloy.methods import fedkd
 from fedalloy.round.client import Step
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fuzzing import examples
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
@@ -48,17 +48,19 @@ def odd(inputs: Inputs | None = None) -> Net:
     return _Odd()
 
 
-def site_of(t_start: float = 0.95, t_end: float = 0.98, model: str = "test_fedkd:odd", **rest: Any) -> Site:
-    return Site(
+def site_of(
+    t_start: float = 0.95, t_end: float = 0.98, model: str = "test_fedkd:odd", **rest: Any
+) -> Replica:
+    return Replica(
         make(f"fedavg+svd(t_start={t_start}, t_end={t_end})"), model, DIGITS, 0, imports=Imports(), **rest
     )
 
 
-def low_rank(site: Site, seed: int = 0) -> Tensor:
+def low_rank(replica: Replica, seed: int = 0) -> Tensor:
     """An update whose matrices have quickly falling spectra."""
     dice = generator(seed, "update")
     pieces = []
-    for shape in site.weights.layout.shapes.values():
+    for shape in replica.weights.layout.shapes.values():
         P, Q = shape[0], shape[1:].numel()
         scale = 3.0 ** -torch.arange(min(P, Q))
         left, right = torch.randn(P, len(scale), generator=dice), torch.randn(len(scale), Q, generator=dice)
@@ -124,8 +126,8 @@ def test_only_full_rank_qualifies() -> None:
 
 def test_tensors_are_matrices_of_out_by_rest() -> None:
     """Convolutions too; vectors, and matrices too thin for factors, travel raw."""
-    site = site_of()
-    found = [(m.P, m.Q, m.pays) for m in matrices_of(site)]
+    replica = site_of()
+    found = [(m.P, m.Q, m.pays) for m in matrices_of(replica)]
     assert found == [
         (6, 9, True),
         (6, 1, False),
@@ -139,18 +141,18 @@ def test_tensors_are_matrices_of_out_by_rest() -> None:
         (3, 9, True),
         (3, 1, False),
     ]
-    assert sum(P * Q for P, Q, _ in found) == len(site.initial)
+    assert sum(P * Q for P, Q, _ in found) == len(replica.initial)
 
 
 @pytest.mark.parametrize("energy", [0.5, 0.95, 1.0])
 def test_bytes_are_counted(energy: float) -> None:
     """Check: counted bytes equal sum 4 k (P + Q + 1) plus vectors, dense matrices and a rank for every matrix."""
-    site = site_of(energy, energy)
-    value = low_rank(site)
-    coded = site.encoded(value, 1)
+    replica = site_of(energy, energy)
+    value = low_rank(replica)
+    coded = replica.encoded(value, 1)
     expected, dense = 0, 0
     for shape, piece in zip(
-        site.weights.layout.shapes.values(), site.weights.views(value).values(), strict=True
+        replica.weights.layout.shapes.values(), replica.weights.views(value).values(), strict=True
     ):
         if len(shape) < 2:
             expected += 4 * len(piece)
@@ -162,18 +164,18 @@ def test_bytes_are_counted(energy: float) -> None:
         dense += whole
         expected += 4 + 4 * (P * Q if whole else k * (P + Q + 1))
     assert bytes_of({"coded": coded})["coded"] == expected
-    assert len(coded) <= site.coded_size == len(value) + 5
-    assert (len(coded) == site.coded_size) == (dense == 5) == (energy == 1.0)
+    assert len(coded) <= replica.coded_size == len(value) + 5
+    assert (len(coded) == replica.coded_size) == (dense == 5) == (energy == 1.0)
 
 
 @pytest.mark.parametrize("energy", [0.3, 0.9, 0.98, 1.0])
 def test_errors_are_bounded_per_matrix(energy: float) -> None:
     """Check: relative squared error per matrix <= 1 - T; T = 1 rebuilds the update, vectors are exact."""
-    site = site_of(energy, energy)
-    value = low_rank(site)
-    back = site.as_sent(value, 1)
-    for name, piece in site.weights.views(value).items():
-        found = site.weights.views(back)[name]
+    replica = site_of(energy, energy)
+    value = low_rank(replica)
+    back = replica.as_sent(value, 1)
+    for name, piece in replica.weights.views(value).items():
+        found = replica.weights.views(back)[name]
         error = float((found - piece).square().sum() / piece.square().sum())
         assert error <= 1 - energy + 1e-6
         if piece.dim() < 2:
@@ -183,30 +185,30 @@ def test_errors_are_bounded_per_matrix(energy: float) -> None:
 
 
 def test_several_updates_come_apart() -> None:
-    site = site_of(0.8, 0.8)
-    coded = [site.encoded(low_rank(site, seed) * seed, 1) for seed in range(4)]
+    replica = site_of(0.8, 0.8)
+    coded = [replica.encoded(low_rank(replica, seed) * seed, 1) for seed in range(4)]
     assert len({len(one) for one in coded}) > 1
-    assert len(site.decoded(coded[0], 1).nonzero()) == 0  # an update of zeros: ranks and vectors alone
-    found = site.split(torch.cat(coded))
+    assert len(replica.decoded(coded[0], 1).nonzero()) == 0  # an update of zeros: ranks and vectors alone
+    found = replica.split(torch.cat(coded))
     assert len(found) == 4
     assert all(torch.equal(a, b) for a, b in zip(found, coded, strict=True))
-    assert list(site.split(torch.empty(0))) == []
+    assert list(replica.split(torch.empty(0))) == []
 
 
 @pytest.mark.parametrize("rank", [-1.0, 0.5, 7.0, 1e9, float("inf"), float("nan")])
 def test_impossible_ranks_are_refused(rank: float) -> None:
-    site = site_of()
-    coded = site.encoded(low_rank(site), 1)
+    replica = site_of()
+    coded = replica.encoded(low_rank(replica), 1)
     coded[0] = rank
     with pytest.raises(FedAlloyError, match="is no rank of a 6 x 9 matrix"):
-        site.decoded(coded, 1)
+        replica.decoded(coded, 1)
 
 
 @pytest.mark.parametrize("size", [0, 3, 5, 40])
 def test_cut_off_vectors_are_refused(size: int) -> None:
-    site = site_of()
+    replica = site_of()
     with pytest.raises(FedAlloyError, match=r"is no rank|are no matrices"):
-        site.decoded(site.encoded(low_rank(site), 1)[:size], 1)
+        replica.decoded(replica.encoded(low_rank(replica), 1)[:size], 1)
 
 
 def test_a_malformed_reply_does_not_stop_the_round() -> None:
@@ -232,7 +234,7 @@ def test_the_threshold_rises() -> None:
     values = {**digits().origin, "method": "fedkd", "model": MLP, "rounds": 8}
     setup = Setup(Config.of(values), digits())
     assert setup.method.claimant("encode") == SVD()
-    assert SVD().energy(setup.sites.of(0), 4) == pytest.approx(0.965)
+    assert SVD().energy(setup.replicas.of(0), 4) == pytest.approx(0.965)
 
 
 # The student on its way
@@ -281,7 +283,7 @@ def test_first_contact_is_dense_then_updates_travel() -> None:
     size = models.size_of(MLP, DIGITS).parameters
     lab.rounds([0, 1], [0], [0])
     lab.server.round += 1
-    lengths = lab.server.boxes["share"].keep["lengths"].tolist()
+    lengths = lab.server.states["share"].persistent["lengths"].tolist()
     assert len(lengths) == 3
     mails = {k: lab.server.send(k).items for k in (0, 1, 2)}
     assert [len(mails[k]["share.dense"]) for k in (0, 1, 2)] == [0, 0, size]
@@ -294,9 +296,9 @@ def test_the_server_applies_what_it_broadcasts() -> None:
     lab = Lab(fedkd(t_start=0.7, t_end=0.7), shards(100, 20), lr=0.1).rounds([0, 1])
     before = lab.weights.clone()
     lab.round()
-    moves = [lab.site.decoded(lab.sent(k, "share.weights"), 2) for k in (0, 1)]
+    moves = [lab.replica.decoded(lab.sent(k, "share.weights"), 2) for k in (0, 1)]
     mean = (moves[0] + moves[1]) / 2
-    assert far(lab.weights, before + lab.site.as_sent(mean, 2)) < 1e-5
+    assert far(lab.weights, before + lab.replica.as_sent(mean, 2)) < 1e-5
     assert far(lab.weights, before + mean) > 1e-4
 
 

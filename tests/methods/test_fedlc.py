@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedalloy.core.alloy import AlloyConflict
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.data import load
 from fedalloy.data.federation import Federation
 from fedalloy.methods import fedavg, fedlc
@@ -31,7 +31,7 @@ def batch(counts: list[int], rows: int = 12) -> tuple[Tensor, Tensor]:
 
 def loss_of(counts: list[int], logits: Tensor, y: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """The task loss of a client with these class counts, and its gradient with respect to the logits."""
-    piece, my = Calibration(**settings), Box()
+    piece, my = Calibration(**settings), State()
     piece.before_training(
         cast(Client, SimpleNamespace(data=SimpleNamespace(counts=torch.tensor(counts)))), my
     )
@@ -173,9 +173,9 @@ def test_absent_classes_keep_their_class_weights() -> None:
         lab = Lab(method, digits(skew="dirichlet:0.1"), lr=0.1)
         missing = lab.federation.client(0).counts == 0
         assert bool(missing.any())
-        before = lab.site.weights.views(lab.weights.clone())["head.weight"][missing]
+        before = lab.replica.weights.views(lab.weights.clone())["head.weight"][missing]
         lab.round([0])
-        assert torch.equal(lab.site.weights.views(lab.weights)["head.weight"][missing], before) == still
+        assert torch.equal(lab.replica.weights.views(lab.weights)["head.weight"][missing], before) == still
 
 
 def test_counts_are_the_client_s_own_and_stay_at_home() -> None:
@@ -184,7 +184,7 @@ def test_counts_are_the_client_s_own_and_stay_at_home() -> None:
     for k in (0, 1):
         client = lab.trained(k)
         expected = margins(torch.bincount(client.data.y, minlength=10), 3.0)
-        assert torch.equal(client.boxes["calibration"].memo["margins"], expected)
+        assert torch.equal(client.states["calibration"].scratch["margins"], expected)
         assert len(client.data.y_test) > 0  # the training split alone
     lab.round([0, 1])
     assert lab.replies[0].items.keys() == {"share.weights", "share.buffers"}
@@ -197,9 +197,16 @@ def test_prediction_is_by_raw_logits() -> None:
     lab = Lab(fedlc(), digits(skew="dirichlet:0.1"), lr=0.1).rounds([0])
     data = lab.federation.client(0)
     scores = client_model(
-        lab.method, lab.site, data, lab.federation.info, lab.local, lab.keeps[0], lab.server.send(0), lab.seed
+        lab.method,
+        lab.replica,
+        data,
+        lab.federation.info,
+        lab.local,
+        lab.keeps[0],
+        lab.server.send(0),
+        lab.seed,
     )(data.x)
-    net = lab.site.frozen(lab.weights, lab.server.buffers)
+    net = lab.replica.frozen(lab.weights, lab.server.buffers)
     assert torch.equal(scores, net(data.prepare(data.x, None)).logits)
     logits, y = batch([5, 0, 1])
     before = logits.clone()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedalloy.core.alloy import Alloy, AlloyConflict, Mechanism, alloy
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import Oracle, StepView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.data.federation import Federation
@@ -45,7 +45,7 @@ def sent(at: Lab, name: str) -> Tensor:
 
 def heads(at: Lab) -> dict[int, Tensor]:
     """The combined heads that the server holds."""
-    keep = at.server.boxes["headcombination"].keep
+    keep = at.server.states["headcombination"].persistent
     return {int(name.removeprefix("head")): value for name, value in keep.items() if name != "mean"}
 
 
@@ -150,14 +150,14 @@ def test_they_are_taken_under_the_received_body_in_evaluation_mode(model: str) -
     for client in (0, 1):
         data = federation.client(client)
         x = data.prepare(data.x, None)
-        flat, _ = at.site.whole(BASE, body, buffers)
-        H, V = statistics(at.site.frozen(flat, buffers)(x).features, data.y, 10)
+        flat, _ = at.replica.whole(BASE, body, buffers)
+        H, V = statistics(at.replica.frozen(flat, buffers)(x).features, data.y, 10)
         assert far(at.sent(client, "headcombination.H"), H) < 1e-5
         assert float(at.sent(client, "headcombination.V")) == pytest.approx(float(V), rel=1e-4)
         absent = data.counts == 0
         assert torch.equal(at.sent(client, "headcombination.H")[absent], torch.zeros(int(absent.sum()), 16))
-        flat[at.site.weights.span(BASE)] = at.sent(client, "share.weights")
-        z = at.site.frozen(flat, at.sent(client, "share.buffers"))(x).features
+        flat[at.replica.weights.span(BASE)] = at.sent(client, "share.weights")
+        z = at.replica.frozen(flat, at.sent(client, "share.buffers"))(x).features
         means = torch.stack([z[data.y == c].mean(0) for c in data.y.unique()])  # type: ignore[no-untyped-call]
         assert far(at.sent(client, "features-means.means"), means) < 1e-5
 
@@ -199,7 +199,7 @@ def test_who_is_not_sampled_keeps_the_head_and_who_comes_late_begins_with_the_fi
     at.round([1, 3])
     assert torch.equal(heads(at)[0], first[0])
     assert not torch.equal(heads(at)[1], first[1])
-    for client, head in ((0, first[0]), (5, at.site.initial[at.site.weights.span(HEAD)])):
+    for client, head in ((0, first[0]), (5, at.replica.initial[at.replica.weights.span(HEAD)])):
         assert torch.equal(at.server.send(client).items["headcombination.head"], head)
 
 
@@ -240,7 +240,7 @@ def test_each_phase_leaves_the_other_part_alone(optimiser: dict[str, Any]) -> No
     """Check: in the head phase theta, in the body phase phi_k are bit-identical before and after."""
     method, _, outer = probed(fedpac())
     at = lab(method, BATCHNORM, **optimiser).rounds([0, 1])
-    base, head = at.site.weights.span(BASE), at.site.weights.span(HEAD)
+    base, head = at.replica.weights.span(BASE), at.replica.weights.span(HEAD)
     outer.points.clear()
     at.round([0])
     steps = -(-at.sizes[0] // 32)
@@ -261,7 +261,7 @@ class _Losses(Mechanism):
 
     found: list[tuple[bool, float, Tensor, Tensor]] = field(default_factory=list, compare=False)
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
         z, plain = step.out.features, F.cross_entropy(step.out.logits, step.y)
         self.found.append((z.requires_grad, float(step.value - plain.detach()), z.detach(), step.y))
@@ -274,7 +274,7 @@ def test_features_are_drawn_to_the_global_centroids() -> None:
     at = lab(alloy("noted", fedpac(lam=3.0), losses)).rounds([0, 1, 2])
     assert all(abs(extra) < 1e-6 for _, extra, _, _ in losses.found)
     losses.found.clear()
-    means = at.server.boxes["features-means"].keep["means"].clone()
+    means = at.server.states["features-means"].persistent["means"].clone()
     at.round([0])
     for trained, extra, z, y in losses.found:
         expected = 3 * float((z - means[y]).square().mean()) if trained else 0.0
@@ -288,9 +288,9 @@ def test_a_class_without_a_global_centroid_is_drawn_to_the_own_one() -> None:
     federation, losses = by_label((0, 1), (1, 2, 3)), _Losses()
     at = lab(alloy("noted", fedpac(), losses), MLP, federation).rounds([0])
     data = federation.client(1)
-    flat, buffers = at.site.whole(BASE, at.weights, at.server.buffers)
-    received = at.site.frozen(flat, buffers)(data.prepare(data.x, None)).features
-    targets = at.server.boxes["features-means"].keep["means"].clone()
+    flat, buffers = at.replica.whole(BASE, at.weights, at.server.buffers)
+    received = at.replica.frozen(flat, buffers)(data.prepare(data.x, None)).features
+    targets = at.server.states["features-means"].persistent["means"].clone()
     assert not bool(targets[2:].any())
     for c in (2, 3):
         targets[c] = received[data.y == c].mean(0)
@@ -305,15 +305,15 @@ def test_centroids_are_weighed_by_counts_and_kept_when_nobody_holds_a_class() ->
     """Pitfalls: public code averages without counts, raises an error or forgets."""
     federation = by_label((0, 1), (1,), (5,))
     at = lab(fedpac(), MLP, federation).rounds([0, 1, 2])
-    keep = at.server.boxes["features-means"].keep
+    keep = at.server.states["features-means"].persistent
     five = keep["means"][5].clone()
     n = torch.tensor([float(federation.client(k).counts[1]) for k in (0, 1)])
     rows = torch.stack([at.sent(0, "features-means.means")[1], at.sent(1, "features-means.means")[0]])
     assert far(keep["means"][1], (n[:, None] * rows).sum(0) / n.sum()) < 1e-6
     assert n[0] != n[1]
     at.round([0, 1])
-    assert torch.equal(at.server.boxes["features-means"].keep["means"][5], five)
-    assert at.server.boxes["features-means"].keep["seen"].nonzero().flatten().tolist() == [0, 1, 5]
+    assert torch.equal(at.server.states["features-means"].persistent["means"][5], five)
+    assert at.server.states["features-means"].persistent["seen"].nonzero().flatten().tolist() == [0, 1, 5]
 
 
 def test_alignment_brings_features_of_clients_together() -> None:
@@ -344,7 +344,7 @@ def test_rates_and_epochs() -> None:
     outer.gradients.clear()
     at.round([0])
     assert len(outer.points) == 3 + 2
-    base, head = at.site.weights.span(BASE), at.site.weights.span(HEAD)
+    base, head = at.replica.weights.span(BASE), at.replica.weights.span(HEAD)
     moved = outer.points[1] - outer.points[0]
     assert far(moved[head], -0.25 * outer.gradients[0][head]) < 1e-6
     moved = outer.points[4] - outer.points[3]
@@ -357,12 +357,12 @@ def test_rates_and_epochs() -> None:
 @pytest.mark.parametrize("model", [MLP, BATCHNORM])
 def test_a_personal_model_is_the_new_body_under_the_combined_head(model: str) -> None:
     at = lab(fedpac(), model).rounds([0, 1, 2], [1, 2])
-    base, head = at.site.weights.span(BASE), at.site.weights.span(HEAD)
+    base, head = at.replica.weights.span(BASE), at.replica.weights.span(HEAD)
     for client in (0, 1, 2, 5):
         tested = at.tested(client)
         assert torch.equal(tested.weights.flat[base], at.weights)
         assert torch.equal(tested.weights.buffers, at.server.buffers)
-        expected = heads(at).get(client, at.site.initial[head])
+        expected = heads(at).get(client, at.replica.initial[head])
         assert torch.equal(tested.weights.flat[head], expected)
     assert not any(at.keeps.values())  # a client keeps nothing that the server does not send
 
@@ -372,9 +372,9 @@ def test_the_global_model_has_the_mean_of_the_sent_heads_by_size(model: str) -> 
     at = lab(fedpac(), model).rounds([0, 1, 2], [1, 2, 4])
     flat, buffers = at.server.shown()["global"]
     n = torch.tensor([at.sizes[k] for k in (1, 2, 4)], dtype=torch.float64)
-    assert torch.equal(flat[at.site.weights.span(BASE)], at.weights)
+    assert torch.equal(flat[at.replica.weights.span(BASE)], at.weights)
     assert torch.equal(buffers, at.server.buffers)
-    assert far(flat[at.site.weights.span(HEAD)], n / n.sum() @ sent(at, "head")) < 1e-6
+    assert far(flat[at.replica.weights.span(HEAD)], n / n.sum() @ sent(at, "head")) < 1e-6
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fedalloy.core.wire import Items
 from fedalloy.data import load
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.methods import fedavg, fedper, local
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 
 PARTICIPANTS = ([0, 1, 5], [0, 1], [1, 5])
 LAYERS = {MLP: 2, BATCHNORM: 3}
@@ -57,8 +57,8 @@ def test_personal_layers_never_cross_the_wire(model: str, personal: int) -> None
         assert {key: value.numel() for key, value in up.items()} == {"share.weights": d, "share.buffers": b}
         assert sum(outcome.bytes_up.values()) == len(chosen) * (4 * (d + b) + 8)
     own = lab.keeps[1]
-    assert own["own.weights"].numel() == len(lab.site.initial) - d
-    assert own["own.buffers"].numel() == len(lab.site.initial_buffers) - b
+    assert own["own.weights"].numel() == len(lab.replica.initial) - d
+    assert own["own.buffers"].numel() == len(lab.replica.initial_buffers) - b
     assert own["own.weights"].numel() >= head
 
 
@@ -108,14 +108,14 @@ def test_one_full_batch_step_by_hand() -> None:
     lr, clients = 0.3, (0, 2, 5)
     lab = Lab(fedper(), digits(), lr=lr, batch=10_000)
     lab.rounds([0, 2], [5])  # so that every head is another
-    base = lab.site.weights.span(":-1").stop
+    base = lab.replica.weights.span(":-1").stop
     before = {k: whole(lab, k)[0] for k in clients}
     heads = [before[k][base:] for k in clients]
     assert min(far(heads[0], heads[1]), far(heads[1], heads[2])) > 1e-3
     gradients = {}
     for k in clients:
-        lab.site.weights.load(before[k], lab.site.initial_buffers)
-        gradients[k] = full_gradient(lab.site.net, lab.federation.client(k)).clone()
+        lab.replica.weights.load(before[k], lab.replica.initial_buffers)
+        gradients[k] = full_gradient(lab.replica.net, lab.federation.client(k)).clone()
     total = sum(lab.sizes[k] for k in clients)
     mean = sum((lab.sizes[k] / total * gradients[k][:base] for k in clients), torch.zeros(base))
     lab.round(clients)
@@ -131,8 +131,8 @@ def test_heads_part_where_labels_do() -> None:
     lab = Lab(fedper(), dealt([low[:200], high[:200], low[200:400]]), lr=0.1, epochs=2)
     for _ in range(3):
         lab.round()
-    base = lab.site.weights.span(":-1").stop
-    moved = [lab.keeps[k]["own.weights"] - lab.site.initial[base:] for k in range(3)]
+    base = lab.replica.weights.span(":-1").stop
+    moved = [lab.keeps[k]["own.weights"] - lab.replica.initial[base:] for k in range(3)]
     assert torch.cosine_similarity(moved[0], moved[1], dim=0) < 0.1
     assert torch.cosine_similarity(moved[0], moved[2], dim=0) > 0.8  # it is the labels that tell them apart
     assert all(torch.equal(whole(lab, k)[0][:base], lab.weights) for k in range(3))
@@ -142,12 +142,12 @@ def test_who_joins_late_starts_from_the_common_head() -> None:
     """Pitfall: a late client takes the trained base and the initial head, nobody else's."""
     lab = Lab(fedper(num_personal_layers=2), digits(), BATCHNORM, lr=0.1)
     lab.rounds([0, 1], [0, 1])
-    base, statistics = lab.site.weights.span(":-2").stop, lab.site.weights.buffer_span(":-2").stop
+    base, statistics = lab.replica.weights.span(":-2").stop, lab.replica.weights.buffer_span(":-2").stop
     client = lab.trained(4)
     assert torch.equal(client.received[:base], lab.weights)
-    assert far(lab.weights, lab.site.initial[:base]) > 1e-3
-    assert torch.equal(client.received[base:], lab.site.initial[base:])
-    assert torch.equal(client.received_buffers[statistics:], lab.site.initial_buffers[statistics:])
+    assert far(lab.weights, lab.replica.initial[:base]) > 1e-3
+    assert torch.equal(client.received[base:], lab.replica.initial[base:])
+    assert torch.equal(client.received_buffers[statistics:], lab.replica.initial_buffers[statistics:])
 
 
 @pytest.mark.parametrize("personal", [1, 2])
@@ -157,13 +157,13 @@ def test_batchnorm_goes_with_its_layer(personal: int) -> None:
     lab.rounds([0, 1])
     seen = [whole(lab, k)[1] for k in (0, 1, 2)]
     assert (far(seen[0], seen[1]) == 0) == (personal == 1)
-    assert (far(seen[2], lab.site.initial_buffers) == 0) == (personal == 2)
+    assert (far(seen[2], lab.replica.initial_buffers) == 0) == (personal == 2)
 
 
 def test_nothing_is_frozen() -> None:
     """Pitfall: freeze flags of a method that alternates must not leak into one that does not."""
     lab = Lab(fedper(), digits(), lr=0.1)
-    lab.site.net.requires_grad_(False)
+    lab.replica.net.requires_grad_(False)
     client = lab.trained(0)
     for part in (":-1", "-1:"):
         span = client.weights.span(part)
@@ -186,12 +186,12 @@ def test_the_body_that_is_tested() -> None:
         for k in chosen:
             kept = labs["own"].keeps[k]
             ends[k] = kept["astrained.weights"].clone(), kept["astrained.buffers"].clone()
-            base = labs["own"].site.weights.span(":-1")
+            base = labs["own"].replica.weights.span(":-1")
             assert torch.equal(ends[k][0][base], labs["own"].sent(k, "share.weights"))
             assert torch.equal(ends[k][0][base.stop :], kept["own.weights"])
             assert torch.equal(ends[k][1], labs["own"].sent(k, "share.buffers"))
     assert torch.equal(labs["own"].weights, labs["averaged"].weights)  # training is the same
-    ends[4] = labs["own"].site.initial, labs["own"].site.initial_buffers  # never asked
+    ends[4] = labs["own"].replica.initial, labs["own"].replica.initial_buffers  # never asked
     for k, (weights, buffers) in ends.items():
         own, averaged = whole(labs["own"], k), whole(labs["averaged"], k)
         assert torch.equal(own[0], weights)
@@ -228,16 +228,18 @@ def test_a_model_without_a_base_shares_nothing() -> None:
     """Logistic regression is all head."""
     lab = Lab(fedper(), digits(), "mlp(depth=0)", lr=0.1).rounds([0, 1])
     assert lab.weights.numel() == 0
-    assert far(lab.keeps[0]["own.weights"], lab.site.initial) > 1e-3
+    assert far(lab.keeps[0]["own.weights"], lab.replica.initial) > 1e-3
 
 
 def test_convolutional_nets_are_cut_at_their_layers() -> None:
     """From the output: linear, BatchNorm, convolution; names play no part."""
-    site = Site(fedper(num_personal_layers=3), "cnn-bn", digits().dataset.inputs, seed=0)
-    personal = [name for name in site.weights.layout.spans if name not in names(site, ":-3")]
+    replica = Replica(fedper(num_personal_layers=3), "cnn-bn", digits().dataset.inputs, seed=0)
+    personal = [name for name in replica.weights.layout.spans if name not in names(replica, ":-3")]
     assert {name.rpartition(".")[0] for name in personal} == {"body.6", "body.7", "head"}
 
 
-def names(site: Site, part: str) -> list[str]:
-    span = site.weights.span(part)
-    return [name for name, (a, b) in site.weights.layout.spans.items() if span.start <= a and b <= span.stop]
+def names(replica: Replica, part: str) -> list[str]:
+    span = replica.weights.span(part)
+    return [
+        name for name, (a, b) in replica.weights.layout.spans.items() if span.start <= a and b <= span.stop
+    ]

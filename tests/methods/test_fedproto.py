@@ -17,7 +17,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.common_width import CommonWidth
 from fedalloy.methods import fedproto, local
 from fedalloy.round.client import Step, client_model
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 
 MEANS = "features-means"
 DIGITS = Inputs("image", (1, 8, 8), 10)
@@ -25,18 +25,18 @@ MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18(width=0.25)", "vit-tiny"
 
 
 def prototypes(lab: Lab) -> Tensor:
-    return lab.server.boxes[MEANS].keep["means"]
+    return lab.server.states[MEANS].persistent["means"]
 
 
 def seen(lab: Lab) -> list[int]:
-    found: list[int] = lab.server.boxes[MEANS].keep["seen"].nonzero().flatten().tolist()
+    found: list[int] = lab.server.states[MEANS].persistent["seen"].nonzero().flatten().tolist()
     return found
 
 
 def features(lab: Lab, client: int) -> tuple[Tensor, Tensor]:
     """What a client's kept model says of its training data, in eval mode, and the labels."""
     data = lab.federation.client(client)
-    net = lab.site.frozen(lab.keeps[client]["own.weights"], lab.keeps[client]["own.buffers"])
+    net = lab.replica.frozen(lab.keeps[client]["own.weights"], lab.keeps[client]["own.buffers"])
     return net(data.prepare(data.x, None)).features, data.y
 
 
@@ -47,8 +47,12 @@ def term(lab: Lab, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = Step(client, x, y, torch.arange(len(y)), 0)
     step.out = client.net(x)
     piece = next(p for p in lab.method if p.label == "prototypepull")
-    loss = piece.loss(step, client.box(piece))
-    return torch.zeros(()) if loss is None else loss, step.out.features, client.boxes[MEANS].got["means"]
+    loss = piece.loss(step, client.state_of(piece))
+    return (
+        torch.zeros(()) if loss is None else loss,
+        step.out.features,
+        client.states[MEANS].received["means"],
+    )
 
 
 # The term
@@ -155,8 +159,8 @@ def test_prototypes_of_training_are_those_of_all_epochs(model: str) -> None:
     lab = Lab(fedproto(proto_pass="train"), by_class([0, 1], [1, 2]), model, lr=0.1, epochs=3, batch=16)
     lab.round()
     after = Lab(fedproto(), lab.federation, model, lr=0.1, epochs=3, batch=16).rounds([0, 1])
-    net = lab.site.net
-    lab.site.reset()
+    net = lab.replica.net
+    lab.replica.reset()
     optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
     said, labels = [], []
     net.train()
@@ -215,7 +219,14 @@ def scores(lab: Lab, client: int = 0) -> Tensor:
     data = lab.federation.client(client)
     mail = lab.server.send(client, "evaluate")
     model = client_model(
-        lab.method, lab.site, data, lab.federation.info, lab.local, lab.keeps.get(client, {}), mail, lab.seed
+        lab.method,
+        lab.replica,
+        data,
+        lab.federation.info,
+        lab.local,
+        lab.keeps.get(client, {}),
+        mail,
+        lab.seed,
     )
     return model(data.x)
 
@@ -231,7 +242,7 @@ def test_the_nearest_prototype_decides() -> None:
     assert torch.equal(found.argmax(1), by_hand.argmin(1))
     heads = Lab(fedproto(evaluate="head"), lab.federation, lr=0.05, epochs=3).rounds([0, 1])
     assert torch.equal(heads.keeps[0]["own.weights"], lab.keeps[0]["own.weights"])
-    net = heads.site.frozen(heads.keeps[0]["own.weights"], heads.keeps[0]["own.buffers"])
+    net = heads.replica.frozen(heads.keeps[0]["own.weights"], heads.keeps[0]["own.buffers"])
     data = heads.federation.client(0)
     assert far(scores(heads), net(data.prepare(data.x, None)).logits) < 1e-6
 
@@ -240,7 +251,7 @@ def test_before_there_are_prototypes_the_head_decides() -> None:
     """Public code returns accuracy 0 there."""
     lab = Lab(fedproto(), digits(), lr=0.05)
     data = lab.federation.client(0)
-    net = lab.site.frozen(lab.site.initial, lab.site.initial_buffers)
+    net = lab.replica.frozen(lab.replica.initial, lab.replica.initial_buffers)
     assert far(scores(lab), net(data.prepare(data.x, None)).logits) < 1e-6
 
 
@@ -275,31 +286,31 @@ def test_features_of_different_nets_get_one_width() -> None:
     assert len(set(widths.values())) > 3
     assert min(widths.values()) == widths["mlp(hidden=16)"] == 16
     for asked, width in ((None, 16), (24, 24), (200, 200)):
-        sites = Sites(fedproto(feature_dim=asked), MIXED, DIGITS, 0)
-        sites.check()
+        replicas = Replicas(fedproto(feature_dim=asked), MIXED, DIGITS, 0)
+        replicas.check()
         for k, model in enumerate(MIXED):
-            site, plain = sites.of(k), Sites(local(), MIXED, DIGITS, 0).of(k)
-            assert site.net.width == width
-            out = site.net.eval()(torch.randn(3, *DIGITS.shape))
+            replica, plain = replicas.of(k), Replicas(local(), MIXED, DIGITS, 0).of(k)
+            assert replica.net.width == width
+            out = replica.net.eval()(torch.randn(3, *DIGITS.shape))
             assert out.features.shape == (3, width)
             assert out.logits.shape == (3, 10)
             span = plain.weights.span("body")
-            assert torch.equal(site.initial[site.weights.span("body")], plain.initial[span])
+            assert torch.equal(replica.initial[replica.weights.span("body")], plain.initial[span])
             if widths[model] == width:
-                assert torch.equal(site.initial, plain.initial)
+                assert torch.equal(replica.initial, plain.initial)
 
 
 def test_the_common_width_is_a_mean() -> None:
-    site = Sites(fedproto(feature_dim=8), ("mlp(hidden=16)",), DIGITS, 0).of(0)
-    plain = Sites(local(), ("mlp(hidden=16)",), DIGITS, 0).of(0)
+    replica = Replicas(fedproto(feature_dim=8), ("mlp(hidden=16)",), DIGITS, 0).of(0)
+    plain = Replicas(local(), ("mlp(hidden=16)",), DIGITS, 0).of(0)
     x = torch.randn(5, *DIGITS.shape)
-    pooled, whole = (s.net(x).features.detach() for s in (site, plain))
+    pooled, whole = (s.net(x).features.detach() for s in (replica, plain))
     assert far(pooled, whole.view(5, 8, 2).mean(2)) < 1e-6
 
 
 def test_one_architecture_is_left_alone() -> None:
     lab, alone = Lab(fedproto(), digits()), Lab(local(), digits())
-    assert torch.equal(lab.site.initial, alone.site.initial)
+    assert torch.equal(lab.replica.initial, alone.replica.initial)
 
 
 def test_the_width_comes_before_what_reads_the_features() -> None:
@@ -309,8 +320,8 @@ def test_the_width_comes_before_what_reads_the_features() -> None:
         ):
             Lab(make(text), digits())
     lab = Lab(make("fedavg+commonwidth(width=4)+projector(width=8)"), digits(), lr=0.05).rounds([0])
-    assert lab.site.net.width == 4
-    assert Lab(make("fedavg+headwithoutbias+commonwidth(width=4)"), digits()).site.net.head.bias is None
+    assert lab.replica.net.width == 4
+    assert Lab(make("fedavg+headwithoutbias+commonwidth(width=4)"), digits()).replica.net.head.bias is None
 
 
 # Sums

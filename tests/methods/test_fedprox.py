@@ -9,7 +9,7 @@ from quadratics import _Quadratic, _Slope, solve
 from torch import Tensor
 
 from fedalloy.core.alloy import Mechanism, alloy
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
@@ -64,7 +64,7 @@ def test_drift_shrinks_as_mu_grows() -> None:
     for mu in (0, 0.1, 1, 10):
         lab = Lab(fedprox(mu=mu), digits(), lr=0.05, epochs=3)
         lab.round([0])
-        drift.append(float((lab.sent(0, "share.weights") - lab.site.initial).norm()))
+        drift.append(float((lab.sent(0, "share.weights") - lab.replica.initial).norm()))
     assert drift == sorted(drift, reverse=True)
     assert drift[-1] < 0.5 * drift[0]
 
@@ -90,7 +90,7 @@ def test_the_term_joins_the_gradient_before_the_optimiser(optimiser: dict[str, A
     class _InTheLoss(Prox):
         gradient = Mechanism.gradient
 
-        def loss(self, step: StepView, my: Box) -> Tensor:
+        def loss(self, step: StepView, my: State) -> Tensor:
             weights = torch.cat([p.flatten() for p in step.client.net.parameters()])
             return 0.5 * self.mu * ((weights - step.client.received) ** 2).sum()
 
@@ -122,7 +122,7 @@ def test_statistics_are_free() -> None:
     """Buffers are not penalised: a strong pull holds the weights, not the running statistics."""
     lab = Lab(fedprox(mu=50.0), shards(64), BATCHNORM, lr=0.01, epochs=10)
     lab.round()
-    assert far(lab.server.buffers, lab.site.initial_buffers) > 0.1
+    assert far(lab.server.buffers, lab.replica.initial_buffers) > 0.1
 
 
 def test_no_extra_bytes_and_nothing_kept() -> None:

@@ -11,7 +11,7 @@ from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far, probed
 from torch import Tensor
 
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.data import load
 from fedalloy.errors import FedAlloyError
 from fedalloy.methods import fedavg, fedrcl
@@ -28,9 +28,9 @@ def draws(*shape: int, seed: int = 0) -> Tensor:
 
 def loss_of(*levels: Tensor, y: list[int], **settings: Any) -> Tensor:
     """The term of a batch whose levels are given."""
-    client = SimpleNamespace(site=SimpleNamespace(memo={"levels": SimpleNamespace(pooled=list(levels))}))
+    client = SimpleNamespace(replica=SimpleNamespace(memo={"levels": SimpleNamespace(pooled=list(levels))}))
     step = SimpleNamespace(client=client, y=torch.tensor(y), out=SimpleNamespace(features=levels[0]))
-    loss = Relaxed(**settings).loss(cast(Step, step), Box())
+    loss = Relaxed(**settings).loss(cast(Step, step), State())
     assert loss is not None
     return loss
 
@@ -172,7 +172,7 @@ def test_the_penalty_keeps_classes_from_collapsing() -> None:
     cosines = []
     for w_p in (0.0, 1.0):
         lab = Lab(fedrcl(w_p=w_p, tau=0.1), federation, lr=0.02, epochs=5).rounds(range(6), range(6))
-        net = lab.site.frozen(lab.weights, lab.server.buffers).net
+        net = lab.replica.frozen(lab.weights, lab.server.buffers).net
         assert isinstance(net.body, torch.nn.Sequential)
         unit = F.normalize(net.body[:-1](x), dim=1)
         cosines.append(float((unit @ unit.T)[same].mean()))
@@ -191,7 +191,7 @@ def test_levels_reach_as_deep_as_they_should() -> None:
         step.out = client.net(step.x)
         piece = client.method.find(Relaxed)
         assert piece is not None
-        loss = piece.loss(step, client.box(piece))
+        loss = piece.loss(step, client.state_of(piece))
         assert loss is not None
         gradients = torch.autograd.grad(loss, list(client.net.parameters()), allow_unused=True)
         names = [name for name, _ in client.net.named_parameters()]

@@ -65,7 +65,7 @@ def test_without_alpha_and_gamma_it_is_fedavg(model: str, gamma: float) -> None:
     for _ in range(2):
         plain.round()
         lab.round()
-        both = [each.site.weights.layout.views(each.weights) for each in (plain, lab)]
+        both = [each.replica.weights.layout.views(each.weights) for each in (plain, lab)]
         assert set(both[0]) < set(both[1])
         assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())
         assert torch.equal(plain.server.buffers, lab.server.buffers)
@@ -76,7 +76,7 @@ def test_the_main_head_predicts() -> None:
     lab = Lab(fedrda(), digits(), lr=0.05)
     plain = Lab(fedavg(), digits(), lr=0.05)
     x = draw(5, 1, 8, 8)
-    assert torch.equal(lab.site.net(x).logits, plain.site.net(x).logits)
+    assert torch.equal(lab.replica.net(x).logits, plain.replica.net(x).logits)
 
 
 @pytest.mark.parametrize(("width", "r1"), [(0.25, 4), (0.5, 8), (0.75, 12), (1.0, 16), (0.01, 2)])
@@ -281,8 +281,8 @@ class Hand:
         self.how: dict[str, Any] = {**given, **chosen}
         self.main_loss: bool = self.how.get("main_loss", True)
         self.lab, self.data, self.id = lab, lab.federation.client(client), client
-        lab.site.weights.load(lab.site.initial, lab.site.initial_buffers)
-        self.net, self.frozen = copy.deepcopy(lab.site.net), copy.deepcopy(lab.site.net).eval()
+        lab.replica.weights.load(lab.replica.initial, lab.replica.initial_buffers)
+        self.net, self.frozen = copy.deepcopy(lab.replica.net), copy.deepcopy(lab.replica.net).eval()
 
     def train(self) -> Tensor:
         """All parameters at the end of the round."""
@@ -424,13 +424,13 @@ def test_augmented_batches_are_as_by_hand() -> None:
 def test_the_frozen_model_follows_the_augmentation() -> None:
     lab = Lab(fedrda(), federate("digits", 20, "iid", augment="flip"), lr=0.1)
     client = lab.trained(0)
-    my = client.boxes["deviation"]
+    my = client.states["deviation"]
     x, index = client.data.prepare(client.data.x[:8].flip(3), None), torch.arange(8)
     z, scores = piece(lab)._frozen(Step(client, x, client.data.y[:8], index, 0), my)
-    expected, logits = compact_of(my.memo["frozen"].net)(my.memo["frozen"](x).features)
-    assert far(z, expected - my.memo["o_g"]) < 1e-6
+    expected, logits = compact_of(my.scratch["frozen"].net)(my.scratch["frozen"](x).features)
+    assert far(z, expected - my.scratch["o_g"]) < 1e-6
     assert far(scores, logits.softmax(1)) < 1e-6
-    assert far(z, my.memo["z_g"][index]) > 1e-2
+    assert far(z, my.scratch["z_g"][index]) > 1e-2
 
 
 @pytest.mark.parametrize(("augment", "passes"), [("none", 1), ("flip", 1 + 2 * 3)])
@@ -451,18 +451,18 @@ def test_frozen_features_are_computed_once(
     client = lab.trained(0)
     assert client.steps == 2 * 3
     assert len(seen) == passes
-    my, index = client.boxes["deviation"], torch.tensor([3, 1, 20])
-    frozen: Frozen = my.memo["frozen"]
+    my, index = client.states["deviation"], torch.tensor([3, 1, 20])
+    frozen: Frozen = my.scratch["frozen"]
     z, logits = compact_of(frozen.net)(frozen(client.data.prepare(client.data.x[index], None)).features)
-    assert far(my.memo["z_g"][index], z - my.memo["o_g"]) < 1e-6
-    assert far(my.memo["l_g"][index], logits.softmax(1)) < 1e-6
+    assert far(my.scratch["z_g"][index], z - my.scratch["o_g"]) < 1e-6
+    assert far(my.scratch["l_g"][index], logits.softmax(1)) < 1e-6
 
 
 # Which space when
 
 
 def spaces(client: Client) -> tuple[Tensor, Tensor]:
-    memo = client.boxes["deviation"].memo
+    memo = client.states["deviation"].scratch
     return memo["S_g"], memo["S_l"]
 
 
@@ -502,7 +502,7 @@ def test_the_spaces_of_all_epochs_are_used() -> None:
 def test_the_frozen_model_is_left_as_it_was() -> None:
     lab = Lab(fedrda(gamma=1), digits(), BATCHNORM, lr=0.1, epochs=2)
     weights, buffers = lab.weights.clone(), lab.server.buffers.clone()
-    frozen: Frozen = lab.trained(0).boxes["deviation"].memo["frozen"]
+    frozen: Frozen = lab.trained(0).states["deviation"].scratch["frozen"]
     assert not frozen.net.training
     assert torch.equal(frozen.weights.flat, weights)
     assert torch.equal(frozen.weights.buffers, buffers)
@@ -514,7 +514,7 @@ def test_the_frozen_model_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_mlp_encoder(depth: int) -> None:
     """Fig. 7b: one linear layer, or more with ReLU between them."""
-    compact = compact_of(Lab(fedrda(depth=depth), digits()).site.net)
+    compact = compact_of(Lab(fedrda(depth=depth), digits()).replica.net)
     assert sum(isinstance(layer, nn.Linear) for layer in compact.encoder.modules()) == depth
     assert sum(isinstance(layer, nn.ReLU) for layer in compact.encoder.modules()) == depth - 1
     z, a = compact(draw(3, D))
@@ -550,7 +550,7 @@ def test_orthogonal_encoder_never_moves(main_loss: bool) -> None:
     assert far(before @ before.T, torch.eye(8)) < 1e-5
     lab.rounds([0, 1], [2, 3])
     assert torch.equal(orthogonal(lab), before)
-    assert not any("encoder" in name or "neck" in name for name in lab.site.weights.layout.spans)
+    assert not any("encoder" in name or "neck" in name for name in lab.replica.weights.layout.spans)
     assert not len(lab.sent(2, "share.buffers"))
     again, other = (orthogonal(Lab(method, digits(), seed=seed)) for seed in (0, 1))
     assert torch.equal(again, before)
@@ -558,7 +558,7 @@ def test_orthogonal_encoder_never_moves(main_loss: bool) -> None:
 
 
 def orthogonal(lab: Lab) -> Tensor:
-    encoder = compact_of(lab.site.net).encoder
+    encoder = compact_of(lab.replica.net).encoder
     assert isinstance(encoder, Orthogonal)
     return encoder.weight
 
@@ -571,7 +571,7 @@ def test_an_orthogonal_encoder_has_no_depth() -> None:
 def test_without_the_main_loss_the_compact_head_predicts() -> None:
     """Table VI, without L_o: the main head is gone, predictions go through encoder and compact head."""
     lab = Lab(fedrda(main_loss=False), digits(), lr=0.05)
-    x, net = draw(5, 1, 8, 8), lab.site.net
+    x, net = draw(5, 1, 8, 8), lab.replica.net
     out = net(x)
     z, logits = compact_of(net)(out.features)
     assert torch.equal(out.embedding, z)
@@ -579,13 +579,13 @@ def test_without_the_main_loss_the_compact_head_predicts() -> None:
     body = 64 * D + D
     assert lab.weights.numel() == body + D * 8 + 8 + 8 * CLASSES + CLASSES
     lab.rounds([0, 1])
-    assert far(lab.weights, lab.site.initial) > 1e-3
+    assert far(lab.weights, lab.replica.initial) > 1e-3
 
 
 def test_two_methods_cannot_have_the_neck() -> None:
     with pytest.raises(AlloyConflict, match="both claim the neck"):
         moon() + fedrda(main_loss=False)
-    assert isinstance(Lab(moon(proj_dim=4) + fedrda(), digits()).site.net.compact, Compact)
+    assert isinstance(Lab(moon(proj_dim=4) + fedrda(), digits()).replica.net.compact, Compact)
 
 
 def test_with_scaffold() -> None:

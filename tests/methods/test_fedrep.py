@@ -135,7 +135,7 @@ def test_statistics_of_the_body_while_the_head_is_fitted(held: bool) -> None:
     """They move in phase A, as in public code; `freeze_bn` uses them as they are."""
     lab = Lab(fedrep(head_epochs=2, body_epochs=0, freeze_bn=held), digits(), BATCHNORM, lr=0.1)
     lab.round([0, 1])
-    assert torch.equal(lab.server.buffers, lab.site.initial_buffers) == held
+    assert torch.equal(lab.server.buffers, lab.replica.initial_buffers) == held
     ends = [
         Lab(fedrep(freeze_bn=frozen), digits(), BATCHNORM, lr=0.1).rounds([0, 1]).keeps[0]["own.weights"]
         for frozen in (False, held)
@@ -159,7 +159,7 @@ def test_epochs_of_head_and_body(head: int, body: int | None, epochs: int, expec
     lab = Lab(fedrep(), digits(), lr=0.1, epochs=epochs)
     client = lab.trained(0)
     parts = Alternate(head, body)
-    phases = parts.phases(client, client.boxes["alternate"], epochs)
+    phases = parts.phases(client, client.states["alternate"], epochs)
     assert [(phase.part, phase.epochs) for phase in phases] == [
         (part, count) for part, count in zip((HEAD, BASE), expected, strict=True) if count
     ]
@@ -176,7 +176,7 @@ def test_who_joins_late_starts_from_the_common_head() -> None:
     client = lab.trained(4)
     base = client.weights.span(BASE).stop
     assert torch.equal(client.received[:base], lab.weights)
-    assert torch.equal(client.received[base:], lab.site.initial[base:])
+    assert torch.equal(client.received[base:], lab.replica.initial[base:])
 
 
 def test_joint_training_is_another_method() -> None:
@@ -185,7 +185,7 @@ def test_joint_training_is_another_method() -> None:
     plain, after = Lab(fedper(), digits(), lr=0.1, epochs=2), Lab(fedper(), digits(), lr=0.1, epochs=2)
     plain.round([0, 1])
     lab.round([0, 1])
-    after.site = lab.site  # a net that has just been alternated
+    after.replica = lab.replica  # a net that has just been alternated
     after.round([0, 1])
     assert torch.equal(plain.weights, after.weights)
     assert far(plain.weights, lab.weights) > 1e-4
@@ -216,9 +216,9 @@ def test_the_body_that_is_tested() -> None:
         for body in ("averaged", "own")
     )
     assert torch.equal(averaged.weights, own.weights)
-    base = averaged.site.weights.span(BASE).stop
+    base = averaged.replica.weights.span(BASE).stop
     for k in (0, 1, 2, 4):
-        head = averaged.keeps[k]["own.weights"] if k != 4 else averaged.site.initial[base:]
+        head = averaged.keeps[k]["own.weights"] if k != 4 else averaged.replica.initial[base:]
         assert torch.equal(personal(averaged, k)[0], torch.cat([averaged.weights, head]))
         assert torch.equal(personal(averaged, k)[1], averaged.server.buffers)
     for k in (1, 2):
@@ -227,7 +227,7 @@ def test_the_body_that_is_tested() -> None:
         assert torch.equal(personal(own, k)[1], own.sent(k, "share.buffers"))
     earlier = Lab(fedrep(eval_body="own"), digits(), BATCHNORM, lr=0.1).rounds([0, 1])
     assert torch.equal(personal(own, 0)[0], personal(earlier, 0)[0])  # not asked since: stale
-    assert torch.equal(personal(own, 4)[0], own.site.initial)
+    assert torch.equal(personal(own, 4)[0], own.replica.initial)
 
 
 def test_more_epochs_for_the_head_before_the_test() -> None:

@@ -28,7 +28,7 @@ from fedalloy.mechanisms.mutual import divergence
 from fedalloy.methods import fedsce, local
 from fedalloy.methods.fedsce import contributions, outside, own_layers
 from fedalloy.round.client import Client, Step
-from fedalloy.round.replica import Site, Sites
+from fedalloy.round.replica import Replica, Replicas
 
 SMALL: dict[str, Any] = {"p": 1, "mu": 0.1}  # what a net of two layers stands
 ALONE: dict[str, Any] = {"mutual": False, "contribution": False}  # no KL, uniform weights
@@ -125,9 +125,9 @@ def test_the_server_averages_by_contribution(model: str, squared: bool) -> None:
 
 def aux(model: str, flat: Tensor, buffers: Tensor) -> Net:
     """An auxiliary model with these weights, in eval mode."""
-    site = Site(local(), model, DIGITS, 0, imports=Imports())
-    site.weights.load(flat, buffers)
-    net: Net = site.net.eval().requires_grad_(False)
+    replica = Replica(local(), model, DIGITS, 0, imports=Imports())
+    replica.weights.load(flat, buffers)
+    net: Net = replica.net.eval().requires_grad_(False)
     return net
 
 
@@ -214,7 +214,7 @@ def bases(lab: Lab, rounds: int, client: int = 0) -> list[tuple[Tensor, Tensor]]
     found = []
     for _ in range(rounds):
         made = lab.trained(client)
-        memo = made.boxes["subspaceconstraint"].memo
+        memo = made.states["subspaceconstraint"].scratch
         delta = made.weights.flat[memo["span"]] - made.received[memo["span"]]
         lab.server.round -= 1
         lab.round([client])
@@ -226,7 +226,7 @@ def bases(lab: Lab, rounds: int, client: int = 0) -> list[tuple[Tensor, Tensor]]
 def test_the_subspace_follows_the_moves(every: int) -> None:
     """Check: P^T P = I_R after every update, which comes in rounds 0, s, 2 s: U_R of [P, delta] (Eq 8)."""
     lab = Lab(fedsce(mu=0.01, p=1, rank=2, every=every), digits(), lr=0.5, epochs=2)
-    before = lab.trained(0).boxes["subspaceconstraint"].keep["P"].clone()
+    before = lab.trained(0).states["subspaceconstraint"].persistent["P"].clone()
     lab.server.round = 0
     assert far(before.T @ before, torch.eye(2)) < 1e-5
     for t, (P, delta) in enumerate(bases(lab, 5)):
@@ -245,7 +245,7 @@ def test_the_subspace_follows_the_moves(every: int) -> None:
 def test_small_moves_do_not_turn_the_subspace() -> None:
     """Eq 8 as printed: next to the unit columns of P, a move shorter than 1 falls to the truncation."""
     lab = Lab(fedsce(mu=0.01, p=1, rank=2, every=1), digits(), lr=0.01)
-    before = lab.trained(0).boxes["subspaceconstraint"].keep["P"].clone()
+    before = lab.trained(0).states["subspaceconstraint"].persistent["P"].clone()
     lab.server.round = 0
     for P, delta in bases(lab, 3):
         assert 0.01 < float(delta.norm()) < 0.5
@@ -254,7 +254,9 @@ def test_small_moves_do_not_turn_the_subspace() -> None:
 
 def test_every_client_has_a_subspace_of_its_own() -> None:
     lab = Lab(fedsce(**SMALL), digits(), lr=0.05)
-    first, second, again = (lab.trained(k).boxes["subspaceconstraint"].keep["P"].clone() for k in (0, 1, 0))
+    first, second, again = (
+        lab.trained(k).states["subspaceconstraint"].persistent["P"].clone() for k in (0, 1, 0)
+    )
     assert torch.equal(first, again)
     assert far(first, second) > 0.01
 
@@ -283,13 +285,13 @@ def test_the_last_layers_are_constrained(model: str, p: int, constrained: list[s
     client = lab.trained(0)
     names = own_layers(client.net)[-p:]
     assert names == constrained
-    span: slice = client.boxes["subspaceconstraint"].memo["span"]
+    span: slice = client.states["subspaceconstraint"].scratch["span"]
     spans = client.weights.layout.spans
     inside = {name for name, (a, b) in spans.items() if span.start <= a and b <= span.stop}
     assert {name.rpartition(".")[0] for name in inside} == set(names)
     assert span.stop == client.weights.span("main").stop == client.weights.span("aux").start
     size = sum(p.numel() for name in names for p in client.net.get_submodule(name).parameters())
-    assert client.boxes["subspaceconstraint"].keep["P"].shape == (size, 3)
+    assert client.states["subspaceconstraint"].persistent["P"].shape == (size, 3)
 
 
 def test_the_span_is_found_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +310,7 @@ def test_the_span_is_found_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None
             patch.setattr(nn.Module, "named_modules", counted)
             walks.clear()
             assert lab.trained(0).steps == samples // 32
-            numbers.append(sum(net is lab.site.net for net in walks))
+            numbers.append(sum(net is lab.replica.net for net in walks))
     assert numbers[0] == numbers[1]
 
 
@@ -320,7 +322,7 @@ def test_a_warning_when_most_of_the_net_is_constrained(p: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Lab(fedsce(p=1), digits())
-        Site(fedsce(), "resnet18", DIGITS, 0)
+        Replica(fedsce(), "resnet18", DIGITS, 0)
 
 
 def test_a_net_without_layers_is_an_error() -> None:
@@ -349,7 +351,9 @@ def test_without_its_terms_the_own_model_trains_as_local(model: str, switches: d
             own = len(alone.keeps[k]["own.buffers"])
             assert torch.equal(lab.keeps[k]["own.buffers"], alone.keeps[k]["own.buffers"])
             assert (own > 0) == (model == BATCHNORM)
-    assert far(lab.weights, lab.site.initial[lab.site.weights.span("aux")]) > 1e-3  # the other one trains too
+    assert (
+        far(lab.weights, lab.replica.initial[lab.replica.weights.span("aux")]) > 1e-3
+    )  # the other one trains too
 
 
 class Hand:
@@ -362,7 +366,7 @@ class Hand:
         started = lab.trained(client)  # for what the client begins with
         lab.server.round -= 1
         if self.how["subspace"]:
-            self.P = started.boxes["subspaceconstraint"].keep["P"].clone()
+            self.P = started.states["subspaceconstraint"].persistent["P"].clone()
         started.weights.load(started.received, started.received_buffers)
         own = copy.deepcopy(started.net)
         self.aux = own.aux
@@ -515,15 +519,15 @@ def test_the_smallest_architecture_is_the_auxiliary_one() -> None:
     sizes = {model: models.size_of(model, DIGITS).parameters for model in MODELS}
     assert min(sizes, key=lambda model: sizes[model]) == "mlp(hidden=16)"
     for name, expected in ((None, "mlp(hidden=16)"), ("lenet", "lenet")):
-        sites = Sites(fedsce(p=1, aux=name), MODELS, DIGITS, 0)
-        sites.check()
+        replicas = Replicas(fedsce(p=1, aux=name), MODELS, DIGITS, 0)
+        replicas.check()
         for k, model in enumerate(MODELS):
-            site = sites.of(k)
-            span = site.weights.span("aux")
+            replica = replicas.of(k)
+            span = replica.weights.span("aux")
             assert span.stop - span.start == sizes[expected]
-            assert site.weights.span("main").stop == sizes[model]
+            assert replica.weights.span("main").stop == sizes[model]
     with pytest.raises(FedAlloyError, match="unknown model"):
-        Sites(fedsce(p=1, aux="lenett"), MODELS, DIGITS, 0).of(0)
+        Replicas(fedsce(p=1, aux="lenett"), MODELS, DIGITS, 0).of(0)
 
 
 def test_architectures_may_differ(tmp_path: Path) -> None:

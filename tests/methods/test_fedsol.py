@@ -111,15 +111,17 @@ def test_the_perturbation_by_hand(variant: Variant) -> None:
     lab.round()
     data = lab.federation.client(0)
     x = data.prepare(data.x, None)  # a batch is all of the data; its order does not matter
-    net, last = lab.site.net, outer.points[-1]
-    lab.site.weights.load(start, lab.site.initial_buffers)
+    net, last = lab.replica.net, outer.points[-1]
+    lab.replica.weights.load(start, lab.replica.initial_buffers)
     p = (net(x).logits / 2.0).softmax(1).detach()
-    lab.site.weights.load(last, lab.site.initial_buffers)
+    lab.replica.weights.load(last, lab.replica.initial_buffers)
     q = (net(x).logits / 2.0).softmax(1)
     loss = (p * (p / q).log()).sum()  # a sum, without T^2: only the direction counts
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     length = torch.cat([g.flatten() for g in gradients]).norm()
-    moved = [a - b for a, b in zip(*(lab.site.weights.views(w).values() for w in (last, start)), strict=True)]
+    moved = [
+        a - b for a, b in zip(*(lab.replica.weights.views(w).values() for w in (last, start)), strict=True)
+    ]
     expected = []
     for g, m in zip(gradients, moved, strict=True):
         columns = m.abs() / m.square().sum(0, keepdim=True).sqrt().clamp(min=1e-30)
@@ -134,8 +136,8 @@ def test_the_gradient_is_that_of_the_task_loss_there() -> None:
     lab = Lab(method, shards(40), lr=0.1, epochs=3, batch=10_000)
     lab.round()
     data = lab.federation.client(0)
-    net = lab.site.net
-    lab.site.weights.load(inner.points[-1], lab.site.initial_buffers)
+    net = lab.replica.net
+    lab.replica.weights.load(inner.points[-1], lab.replica.initial_buffers)
     loss = F.cross_entropy(net(data.prepare(data.x, None)).logits, data.y)
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     assert far(outer.gradients[-1], torch.cat([g.flatten() for g in gradients])) < 1e-6
@@ -143,12 +145,12 @@ def test_the_gradient_is_that_of_the_task_loss_there() -> None:
 
 def test_strength_is_scaled_along_the_first_axis() -> None:
     """Pitfall: per (input, position) over the outputs, a bias vector as one group, a scalar alone; nothing global."""
-    site = Lab(make("fedetf"), digits(), "cnn-fedrda").site
+    replica = Lab(make("fedetf"), digits(), "cnn-fedrda").replica
     draw = torch.Generator().manual_seed(0)
-    moved = torch.randn(len(site.initial), generator=draw)
-    views = site.weights.views(moved)
+    moved = torch.randn(len(replica.initial), generator=draw)
+    views = replica.weights.views(moved)
     views["body.0.weight"][:, 0, 2, 3] = 0
-    scaled = site.weights.views(strength(site.weights, moved))
+    scaled = replica.weights.views(strength(replica.weights, moved))
     for name, tensor in scaled.items():
         lengths = tensor.square().sum(0).sqrt() if tensor.dim() else tensor
         expected = torch.ones_like(lengths)
@@ -173,12 +175,12 @@ def test_a_part_may_stay_where_it_is(head: bool, body: bool) -> None:
     moon = make("moon(mu=0, proj_dim=12)")  # its projector is a part of the body
     lab = Lab(alloy("part", inner, moon, flags, outer), digits(), lr=0.05, epochs=2)
     lab.round([0])
-    span = lab.site.weights.span("head")
+    span = lab.replica.weights.span("head")
     longest = max(perturbations(inner, outer), key=torch.Tensor.norm)
     rest = torch.cat([longest[: span.start], longest[span.stop :]])
     assert bool((longest[span] != 0).any()) == head
     assert bool((rest != 0).any()) == body
-    projector = lab.site.weights.span("neck")
+    projector = lab.replica.weights.span("neck")
     assert bool((longest[projector] != 0).any()) == body
 
 
@@ -201,7 +203,7 @@ def test_the_global_model_looks_in_eval_mode() -> None:
     lab = Lab(fedsol(), digits(), BATCHNORM, lr=0.05, epochs=2)
     lab.round([0, 1])
     weights, buffers = lab.weights.clone(), lab.server.buffers.clone()
-    known = lab.trained(0).boxes["perturbed"].memo["global"]
+    known = lab.trained(0).states["perturbed"].scratch["global"]
     assert not known.net.training
     assert torch.equal(known.weights.flat, weights)
     assert torch.equal(known.weights.buffers, buffers)

@@ -195,7 +195,7 @@ def test_tensors_that_travel_whole_have_no_dual() -> None:
     mixed.rounds(range(6), range(6))
     found = mixed.method.find(Subspace)
     assert found
-    for cut, dual in zip(found.cuts(mixed.site), split(mixed, duals(mixed)), strict=True):
+    for cut, dual in zip(found.cuts(mixed.replica), split(mixed, duals(mixed)), strict=True):
         assert bool(dual.any()) == ("weight" in cut.name and "body.2" not in cut.name), (
             cut
         )  # body.2: BatchNorm
@@ -204,7 +204,7 @@ def test_tensors_that_travel_whole_have_no_dual() -> None:
 def split(lab: Lab, coded: Tensor) -> tuple[Tensor, ...]:
     coder = lab.method.find(Subspace)
     assert coder
-    return torch.split(coded, [cut.coded_size for cut in coder.cuts(lab.site)], 1)
+    return torch.split(coded, [cut.coded_size for cut in coder.cuts(lab.replica)], 1)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_the_dual_is_spread_over_the_planned_steps(local: dict[str, Any]) -> Non
     client = lab.trained(0)
     steps = 5 if "steps" in local else 9
     assert client.steps == steps
-    box = client.boxes["subspace"]
-    assert far(box.memo["push"] * steps * 0.1, box.keep["dual"]) < 1e-15
-    assert float(box.keep["dual"].norm()) > 1e-3
+    box = client.states["subspace"]
+    assert far(box.scratch["push"] * steps * 0.1, box.persistent["dual"]) < 1e-15
+    assert float(box.persistent["dual"].norm()) > 1e-3
 
 
 def refuse(lab: Lab, *clients: int) -> None:
@@ -265,7 +265,7 @@ def test_an_absent_client_carries_its_dual_over() -> None:
     lab = regress(fedsub(ratio=1 / 3, projector="haar", side="left"), small())
     lab.rounds([0, 1, 2, 3], [1, 2], [2, 3])
     sent = lab.keeps[0]["subspace.B"].view(4, 3)
-    mean = lab.server.boxes["share"].keep["lengths"]
+    mean = lab.server.states["share"].persistent["lengths"]
     assert len(mean) == 2  # three would weigh as much as the model: a client of round 1 gets dense weights
     lab.round([0, 1])
     assert not lab.keeps[0]["subspace.dual"].any()  # the mean of round 1 is gone: the dual waits
@@ -274,7 +274,7 @@ def test_an_absent_client_carries_its_dual_over() -> None:
     again = regress(fedsub(ratio=1 / 3, projector="haar", side="left"), small())
     again.rounds([0, 1, 2, 3], [1, 2])
     dual = again.keeps[1]["subspace.dual"] + again.keeps[1]["subspace.B"]
-    dual = dual - again.server.boxes["share"].keep["updates"][-len(dual) :]
+    dual = dual - again.server.states["share"].persistent["updates"][-len(dual) :]
     again.rounds([0, 3], [1, 3])
     assert far(again.keeps[1]["subspace.dual"], (second @ first.T @ dual.view(4, 3)).flatten()) < 1e-13
 

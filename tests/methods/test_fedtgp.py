@@ -22,7 +22,7 @@ MIXED = ("mlp(hidden=16)", "cnn-bn", "lenet", "resnet18(width=0.25)", "vit-tiny"
 
 
 def prototypes(lab: Lab) -> Tensor:
-    return lab.server.boxes[MEANS].keep["P"]
+    return lab.server.states[MEANS].persistent["P"]
 
 
 def sent(lab: Lab) -> tuple[Tensor, Tensor]:
@@ -67,9 +67,9 @@ def test_the_pull_by_hand() -> None:
     step = Step(client, x, y, torch.arange(4), 0)
     step.out = client.net(x)
     piece = next(p for p in lab.method if p.label == "prototypepull")
-    loss = piece.loss(step, client.box(piece))
+    loss = piece.loss(step, client.state_of(piece))
     assert loss is not None
-    expected = 3 * F.mse_loss(step.out.features, client.boxes[MEANS].got["means"][y])
+    expected = 3 * F.mse_loss(step.out.features, client.states[MEANS].received["means"][y])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -77,7 +77,7 @@ def test_the_pull_by_hand() -> None:
 def test_means_come_from_a_pass_after_training(model: str) -> None:
     lab = Lab(fedtgp(**QUICK), by_class([0, 3, 8], [3]), model, lr=0.05).rounds([0, 1])
     data = lab.federation.client(0)
-    net = lab.site.frozen(lab.keeps[0]["own.weights"], lab.keeps[0]["own.buffers"])
+    net = lab.replica.frozen(lab.keeps[0]["own.weights"], lab.keeps[0]["own.buffers"])
     z = net(data.prepare(data.x, None)).features
     expected = torch.stack([z[data.y == c].mean(0) for c in (0, 3, 8)])
     assert far(lab.sent(0, f"{MEANS}.means"), expected) < 1e-6
@@ -135,8 +135,8 @@ def test_the_loss_by_hand() -> None:
 
 
 def rebuilt(lab: Lab) -> Prototypes:
-    net = Prototypes(10, lab.site.net.width)
-    keep = lab.server.boxes[MEANS].keep
+    net = Prototypes(10, lab.replica.net.width)
+    keep = lab.server.states[MEANS].persistent
     net.load_state_dict({name.removeprefix("net."): v for name, v in keep.items() if name.startswith("net.")})
     return net
 
@@ -200,7 +200,7 @@ def test_trained_prototypes_stand_apart() -> None:
     federation = digits(4, "dirichlet:0.5")
     lab = Lab(fedtgp(server_epochs=100, server_batch=10), federation, lr=0.05).rounds([0, 1, 2, 3])
     plain = Lab(fedproto(), federation, lr=0.05).rounds([0, 1, 2, 3])
-    averaged = plain.server.boxes["features-means"].keep
+    averaged = plain.server.states["features-means"].persistent
     held = averaged["seen"]
     assert int(held.sum()) == 10
     assert smallest_gap(prototypes(lab)[held]) > 1.5 * smallest_gap(averaged["means"][held])
@@ -238,7 +238,7 @@ def test_rows_must_match_the_classes(rows: int) -> None:
 def scores(lab: Lab) -> Tensor:
     data, mail = lab.federation.client(0), lab.server.send(0, "evaluate")
     keep = lab.keeps.get(0, {})
-    return client_model(lab.method, lab.site, data, lab.federation.info, lab.local, keep, mail, lab.seed)(
+    return client_model(lab.method, lab.replica, data, lab.federation.info, lab.local, keep, mail, lab.seed)(
         data.x
     )
 
@@ -248,10 +248,10 @@ def test_the_nearest_prototype_decides() -> None:
     for evaluate in ("proto", "head"):
         lab = Lab(fedtgp(evaluate=evaluate, **QUICK), by_class([0, 1, 2], [2, 3]), lr=0.05)
         data = lab.federation.client(0)
-        first = lab.site.frozen(lab.site.initial, lab.site.initial_buffers)
+        first = lab.replica.frozen(lab.replica.initial, lab.replica.initial_buffers)
         assert far(scores(lab), first(data.prepare(data.x, None)).logits) < 1e-6
         lab.rounds([0, 1])
-        out = lab.site.frozen(lab.keeps[0]["own.weights"], lab.keeps[0]["own.buffers"])(
+        out = lab.replica.frozen(lab.keeps[0]["own.weights"], lab.keeps[0]["own.buffers"])(
             data.prepare(data.x, None)
         )
         expected = -torch.cdist(out.features, prototypes(lab)) if evaluate == "proto" else out.logits

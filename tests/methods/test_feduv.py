@@ -10,7 +10,7 @@ from laboratory import BATCHNORM, MLP, Lab, dealt, digits, double, far
 from torch import Tensor
 
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.data import load
 from fedalloy.methods import fedavg, feduv
 from fedalloy.methods.feduv import Uniformity, Variance, uniformity, variance_gap
@@ -118,10 +118,10 @@ def test_degenerate_batches() -> None:
         out = SimpleNamespace(embedding=draws(rows, 4), logits=draws(rows, 3))
         return cast(Step, SimpleNamespace(out=out, y=torch.zeros(rows)))
 
-    assert Variance().loss(step(1), Box()) is None
-    assert Variance().loss(step(2), Box()) is not None
-    assert Uniformity().loss(step(2), Box()) is None
-    assert Uniformity().loss(step(3), Box()) is not None
+    assert Variance().loss(step(1), State()) is None
+    assert Variance().loss(step(2), State()) is not None
+    assert Uniformity().loss(step(2), State()) is None
+    assert Uniformity().loss(step(3), State()) is not None
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -138,8 +138,8 @@ def test_the_classifier_s_input_is_spread() -> None:
     z = draws(6, 4)
     out = SimpleNamespace(features=2 * z + 1, embedding=z[:, :2], logits=z[:, :3])
     step = cast(Step, SimpleNamespace(out=out, y=torch.zeros(6)))
-    assert Uniformity(0.25).loss(step, Box()) == pytest.approx(0.25 * spread(z[:, :2]))
-    assert Variance(3.0).loss(step, Box()) == pytest.approx(3 * variance_gap(z[:, :3]))
+    assert Uniformity(0.25).loss(step, State()) == pytest.approx(0.25 * spread(z[:, :2]))
+    assert Variance(3.0).loss(step, State()) == pytest.approx(3 * variance_gap(z[:, :3]))
 
 
 def test_a_one_class_client_still_tells_classes_apart() -> None:

@@ -18,7 +18,7 @@ from fedalloy.experiment.folder import RunFolder
 from fedalloy.mechanisms.clip import Clip
 from fedalloy.methods import fedavg, fml, local
 from fedalloy.round.client import Step
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 
 DIGITS = Inputs("image", (1, 8, 8), 10)
 MIXED = ("cnn-bn", "lenet", "mlp(hidden=16)", "resnet18(width=0.25)", "vit-tiny")
@@ -134,7 +134,7 @@ def test_divergences_are_zero_for_equal_models_and_never_negative() -> None:
     def terms() -> tuple[float, float, float]:
         step = Step(client, x, y, torch.arange(20), 0)
         step.out = client.net(x)
-        loss = piece.loss(step, client.box(piece))
+        loss = piece.loss(step, client.state_of(piece))
         assert loss is not None
         g = client.net.aux(x).logits
         distilled = loss.item() - 0.25 * F.cross_entropy(g, y).item()
@@ -156,7 +156,7 @@ def test_each_loss_reaches_one_model_unless_told_otherwise() -> None:
             method, inner, _ = probed(fml(alpha=1.0, beta=beta, detach=detach))
             lab = Lab(method, digits(), lr=0.05, steps=1)
             lab.round([0])
-            gradients[detach, beta] = inner.gradients[0][lab.site.weights.span("main")]
+            gradients[detach, beta] = inner.gradients[0][lab.replica.weights.span("main")]
     assert torch.equal(gradients[True, 0.2], gradients[True, 0.9])
     assert far(gradients[False, 0.2], gradients[False, 0.9]) > 1e-4
 
@@ -191,7 +191,7 @@ def test_clipping_is_per_model() -> None:
     raw[main] *= 10 / raw[main].norm()
     raw[aux] *= 0.5 / raw[aux].norm()
     step = Step(client, client.data.x, client.data.y, client.data.y, 0)
-    g = clip.gradient(step, client.box(clip), lambda _: raw.clone())
+    g = clip.gradient(step, client.state_of(clip), lambda _: raw.clone())
     assert g[main].norm().item() == pytest.approx(2, rel=1e-5)
     assert far(g[main], raw[main] / 5) < 1e-6
     assert torch.equal(g[aux], raw[aux])
@@ -214,7 +214,7 @@ def test_nothing_private_travels(model: str) -> None:
     assert lab.replies[0].items.keys() == {"share.weights", "share.buffers"}
     own = lab.keeps[0]["own.weights"]
     sent = torch.cat([v.flatten() for v in lab.replies[0].items.values()])
-    for name, view in lab.site.weights.views(torch.cat([own, lab.weights])).items():
+    for name, view in lab.replica.weights.views(torch.cat([own, lab.weights])).items():
         if not name.startswith("aux."):
             windows = sent.unfold(0, view.numel(), 1) if view.numel() <= len(sent) else sent[:0, None]
             assert not bool((windows == view.flatten()).all(1).any()), name
@@ -232,11 +232,11 @@ def test_everyone_counts_the_same_by_default() -> None:
 
 def test_the_meme_is_the_smallest_architecture_unless_named() -> None:
     for named, expected in ((None, "mlp(hidden=16)"), ("lenet", "lenet")):
-        sites = Sites(fml(meme=named), MIXED, DIGITS, 0)
-        sites.check()
+        replicas = Replicas(fml(meme=named), MIXED, DIGITS, 0)
+        replicas.check()
         size = models.size_of(expected, DIGITS).parameters
         for k in range(len(MIXED)):
-            span = sites.of(k).weights.span("aux")
+            span = replicas.of(k).weights.span("aux")
             assert span.stop - span.start == size
 
 

@@ -62,7 +62,7 @@ def test_all_start_from_the_same_weights() -> None:
     lab = Lab(local(), digits(), lr=0.1)
     first, second = lab.trained(0).received, lab.trained(1).received
     assert torch.equal(first, second)
-    assert torch.equal(first, lab.site.initial)
+    assert torch.equal(first, lab.replica.initial)
 
 
 def test_everyone_trains_whatever_the_participation(tmp_path: Path) -> None:

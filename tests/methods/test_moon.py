@@ -106,7 +106,7 @@ def test_the_references_are_left_as_they_were(model: str) -> None:
     kept = {name: value.clone() for name, value in lab.keeps[0].items()}
     weights, buffers = lab.weights.clone(), lab.server.buffers.clone()
     client = lab.trained(0)
-    memo = client.boxes["contrast"].memo
+    memo = client.states["contrast"].scratch
     assert len(memo["prev"]) == 2
     expected = [
         (weights, buffers),
@@ -165,10 +165,10 @@ def test_minimising_the_contrast_moves_towards_the_global_model() -> None:
     lab = Lab(moon(proj_dim=12), digits(), lr=0.1, epochs=3)
     lab.rounds([0, 1, 2], [0, 1, 2])
     client = lab.trained(0)
-    memo = client.boxes["contrast"].memo
+    memo = client.states["contrast"].scratch
     x = client.data.prepare(client.data.x[:32], None)
     near, distant = (net(x).embedding for net in (memo["global"], memo["prev"][0]))
-    client.weights.load(client.site.initial, client.site.initial_buffers)
+    client.weights.load(client.replica.initial, client.replica.initial_buffers)
 
     def similarities() -> tuple[float, float]:
         z = client.net(x).embedding
@@ -193,9 +193,9 @@ def test_the_projection_head_is_part_of_the_model() -> None:
     assert lab.weights.numel() == plain.weights.numel() + extra
     d = lab.weights.numel()
     assert sum(lab.round([0, 1]).bytes_up.values()) == 2 * (4 * d + 8)
-    body = plain.site.weights.span("body")
+    body = plain.replica.weights.span("body")
     assert torch.equal(
-        lab.site.initial[body], plain.site.initial[body]
+        lab.replica.initial[body], plain.replica.initial[body]
     )  # surgery leaves the body's draw alone
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.registry import make
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import Oracle, StepView
 from fedalloy.core.wire import Mail
 from fedalloy.data.federation import Federation
@@ -89,11 +89,11 @@ def test_running_statistics_are_those_of_the_outer_pass(variant: str) -> None:
     at = lab(method, BATCHNORM, shards(30))
     at.round()
     data = at.federation.client(0)
-    net = at.site.frozen(inner.points[1], at.site.initial_buffers).net.train()
+    net = at.replica.frozen(inner.points[1], at.replica.initial_buffers).net.train()
     net(data.prepare(data.x, None))
     found = torch.cat([b.flatten() for b in net.buffers() if b.is_floating_point()])
     assert far(at.server.buffers, found) < 1e-6
-    assert far(found, at.site.initial_buffers) > 1e-3
+    assert far(found, at.replica.initial_buffers) > 1e-3
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Notes(Mechanism):
     samples: list[list[int]] = field(default_factory=list, compare=False)
     dice: list[Tensor] = field(default_factory=list, compare=False)
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
         self.samples.append(step.index.tolist())
         self.dice.append(torch.get_rng_state())
@@ -130,7 +130,7 @@ class _Looking(Meta):
 
     seen: list[tuple[str, list[int]]] = field(default_factory=list, compare=False)
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         def noted(other: StepView) -> Tensor:
             self.seen.append(("outer" if other is step else "aside", other.index.tolist()))
             return oracle(other)
@@ -277,7 +277,7 @@ def judged(at: Lab, client: int) -> Tensor:
     """The scores of a client's own model on the global test set."""
     mail: Mail = at.server.send(client, "evaluate")
     data, keep = at.federation.client(client), at.keeps.get(client, {})
-    scores = client_model(at.method, at.site, data, at.federation.info, at.local, keep, mail, at.seed)
+    scores = client_model(at.method, at.replica, data, at.federation.info, at.local, keep, mail, at.seed)
     return scores(at.federation.dataset.x[at.federation.split.global_test])
 
 
@@ -290,7 +290,7 @@ def test_a_personal_model_is_some_steps_on_the_own_training_data(model: str, ste
     server = at.weights.clone()
     for client in (0, 1):
         data = federation.client(client)
-        look = at.site.frozen(at.weights, at.server.buffers)
+        look = at.replica.frozen(at.weights, at.server.buffers)
         look.net.requires_grad_(True)
         for _ in range(steps):
             loss = F.cross_entropy(look.net(data.prepare(data.x, None)).logits, data.y)

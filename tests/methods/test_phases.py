@@ -10,7 +10,7 @@ from laboratory import BATCHNORM, MLP, Lab, digits, far
 from torch import nn
 
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.mechanisms.share import Share
@@ -29,7 +29,7 @@ class _Plan(Mechanism):
 
     plan: tuple[Phase, ...] = ()
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase] | None:
         return self.plan
 
 

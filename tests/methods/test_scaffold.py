@@ -27,7 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def c_of(lab: Lab) -> Tensor:
-    return lab.server.boxes["control"].keep["c"]
+    return lab.server.states["control"].persistent["c"]
 
 
 def variates(lab: Lab) -> list[Tensor]:

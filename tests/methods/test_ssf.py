@@ -26,7 +26,7 @@ PARTICIPANTS = ([0, 1, 5], [2], [0, 1, 2, 3, 4, 5], [4, 5], [1, 3], [0, 5], [0, 
 
 
 def c_of(lab: Lab) -> Tensor:
-    return lab.server.boxes["control"].keep["c"]
+    return lab.server.states["control"].persistent["c"]
 
 
 def variates(lab: Lab) -> Tensor:
@@ -37,7 +37,7 @@ def variates(lab: Lab) -> Tensor:
 
 def operator(lab: Lab, round: int) -> Tensor:
     """P as one matrix on the flat weights, column by column through the codec."""
-    columns = [lab.site.encoded(unit, round) for unit in torch.eye(len(lab.weights))]
+    columns = [lab.replica.encoded(unit, round) for unit in torch.eye(len(lab.weights))]
     return torch.stack(columns, 1)
 
 
@@ -73,10 +73,10 @@ def test_both_ends_draw_the_same_projector() -> None:
     """Check: same P on server and clients from the seed; another round, tensor or seed gives another."""
     labs = [Lab(ssf(), digits(), seed=seed) for seed in (3, 3, 4)]
     value = torch.randn(len(labs[0].weights), generator=generator(0))
-    server, client, stranger = (lab.site.encoded(value, 5) for lab in labs)
+    server, client, stranger = (lab.replica.encoded(value, 5) for lab in labs)
     assert torch.equal(server, client)
     assert not torch.equal(server, stranger)
-    assert not torch.equal(server, labs[0].site.encoded(value, 6))
+    assert not torch.equal(server, labs[0].replica.encoded(value, 6))
     square = [
         projector(16, 3, generator(3, 4, name, "subspace")) for name in ("body.1.weight", "head.weight")
     ]
@@ -89,10 +89,10 @@ def test_the_codec_is_one_orthonormal_operator(settings: dict[str, Any]) -> None
     """Check: P P^T = I_r on the whole flat vector, and decoding is P^T."""
     lab = Lab(ssf(**settings), digits(), "mlp(hidden=6)")
     p = operator(lab, 2)
-    assert len(p) == lab.site.coded_size < len(lab.weights) / 2
+    assert len(p) == lab.replica.coded_size < len(lab.weights) / 2
     assert far(p @ p.T, torch.eye(len(p))) < 1e-13
     coded = torch.randn(len(p), generator=generator(0))
-    assert far(lab.site.decoded(coded, 2), p.T @ coded) < 1e-13
+    assert far(lab.replica.decoded(coded, 2), p.T @ coded) < 1e-13
 
 
 def test_draws_are_remembered_for_two_rounds() -> None:
@@ -100,12 +100,12 @@ def test_draws_are_remembered_for_two_rounds() -> None:
     lab = Lab(ssf(), digits())
     coder = lab.method.find(Subspace)
     assert coder
-    old, new = coder.blocks(lab.site, 1), coder.blocks(lab.site, 2)
-    coder.coded_size(lab.site)
-    assert coder.blocks(lab.site, 1) is old
-    assert coder.blocks(lab.site, 2) is new
-    coder.blocks(lab.site, 3)
-    assert len(lab.site.memo["subspace"]) == 2
+    old, new = coder.blocks(lab.replica, 1), coder.blocks(lab.replica, 2)
+    coder.coded_size(lab.replica)
+    assert coder.blocks(lab.replica, 1) is old
+    assert coder.blocks(lab.replica, 2) is new
+    coder.blocks(lab.replica, 3)
+    assert len(lab.replica.memo["subspace"]) == 2
 
 
 # The method
@@ -209,7 +209,7 @@ def test_buffers_are_averaged() -> None:
         sent = torch.stack([lab.sent(k, "share.buffers").double() for k in chosen])
         assert sent.shape[1] == 32
         assert far(lab.server.buffers, sent.mean(0).float()) < 1e-7
-    assert far(lab.server.buffers, lab.site.initial_buffers) > 0.01
+    assert far(lab.server.buffers, lab.replica.initial_buffers) > 0.01
 
 
 @double()
@@ -302,14 +302,14 @@ def test_bytes_of_a_net() -> None:
     first = lab.server.send(0).items
     outcome = lab.round([0, 1])
     r = 3 * 64 + 16 + 16 + 16 + 2 * 16 + 10  # 16 x 64 and 10 x 16 at ranks 3 and 2; bias, BatchNorm, bias
-    assert lab.site.coded_size == r
+    assert lab.replica.coded_size == r
     assert sum(outcome.bytes_up.values()) == 2 * 4 * (2 * r + 32)
     assert first["share.dense"].shape == (1242,)  # first contact: dense x
     assert first["share.updates"].shape == (0,)
     lab.server.round += 1
     mail = lab.server.send(0).items
     assert sum(bytes_of(mail).values()) == 4 * (2 * r + 32) + 8
-    declared = lab.site.specs("down")
+    declared = lab.replica.specs("down")
     assert {key: spec.bytes for key, spec in declared.items()} == bytes_of(mail)
 
 
@@ -358,8 +358,8 @@ def test_the_server_keeps_no_more_updates_than_the_model_weighs() -> None:
     lab = Lab(ssf(), digits(), lr=0.1)
     for _ in range(12):
         lab.round([0])
-    kept = lab.server.boxes["share"].keep["updates"]
-    assert kept.numel() < len(lab.weights) <= kept.numel() + lab.site.coded_size
+    kept = lab.server.states["share"].persistent["updates"]
+    assert kept.numel() < len(lab.weights) <= kept.numel() + lab.replica.coded_size
 
 
 def deal_with(lab: Lab, chosen: Sequence[int], spoilt: Sequence[int]) -> None:
@@ -430,7 +430,7 @@ def test_an_evaluation_sees_the_weights_after_the_round() -> None:
             mail = lab.server.send(client, "evaluate")
             data, keep = lab.federation.client(client), lab.keeps.get(client, {})
             info = lab.federation.info
-            seen = Client(lab.method, lab.site, data, info, lab.local, keep, mail, lab.seed)
+            seen = Client(lab.method, lab.replica, data, info, lab.local, keep, mail, lab.seed)
             assert torch.equal(seen.received, lab.weights)
 
 
@@ -465,7 +465,7 @@ def test_subspace_fits_other_methods(mu: float) -> None:
     for g, w, following in zip(inner.gradients, inner.points, outer.points[1:], strict=False):
         if not torch.equal(following, x):  # where the next client begins
             assert far(following, w - 0.1 * p.T @ (p @ (g + mu * (w - x)))) < 1e-13
-    assert len(lab.sent(0, "share.weights")) == lab.site.coded_size == len(p)
+    assert len(lab.sent(0, "share.weights")) == lab.replica.coded_size == len(p)
     n = torch.tensor([float(lab.sizes[k]) for k in (0, 3)])
     sent = torch.stack([lab.sent(k, "share.weights") for k in (0, 3)])
     assert far(lab.weights, x + p.T @ ((n / n.sum()) @ sent)) < 1e-13

@@ -17,7 +17,7 @@ from fedalloy.experiment.folder import RunFolder
 from fedalloy.experiment.snapshot import some_samples
 from fedalloy.round.client import Client
 from fedalloy.round.examine import examine, numbers
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 from fedalloy.round.server import Server
 
 MOST_POINTS = 1500  # in a t-SNE picture
@@ -25,7 +25,7 @@ MOST_PANELS = 4  # rounds in the pictures over rounds
 
 
 def study(
-    server: Server, sites: Sites, federation: Federation, folder: RunFolder, most_clients: int = 10
+    server: Server, replicas: Replicas, federation: Federation, folder: RunFolder, most_clients: int = 10
 ) -> dict[str, Any]:
     """Diagnostics of a finished run, with one more round of local training rehearsed and thrown away.
 
@@ -39,9 +39,9 @@ def study(
     server.round += 1
     for k, keep in keeps.items():
         data = federation.client(k)
-        site = sites.of(k)
+        replica = replicas.of(k)
         client = Client(
-            server.method, site, data, federation.info, server.local, keep, server.send(k), server.seed
+            server.method, replica, data, federation.info, server.local, keep, server.send(k), server.seed
         )
         client.train()
         clients[k] = client.examine()

@@ -24,7 +24,7 @@ from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.models import size_of
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 MOMENTS = {
@@ -66,10 +66,10 @@ class Explanation:
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain data."""
-        site = Site(self.method, self.model, self.inputs, seed=0, imports=self.imports)
-        server_state, client_state = _states(self.method, site)
-        down, up = site.specs("down"), site.specs("up")
-        wire = _wire("down", down) + _wire("up", up) + _asked(self.method, site)
+        replica = Replica(self.method, self.model, self.inputs, seed=0, imports=self.imports)
+        server_state, client_state = _states(self.method, replica)
+        down, up = replica.specs("down"), replica.specs("up")
+        wire = _wire("down", down) + _wire("up", up) + _asked(self.method, replica)
         if not self.method.by_size:
             wire = [{**row, "reduce": "uniform"} if row["reduce"] == "mean" else row for row in wire]
         if self.method.weighed:
@@ -93,8 +93,8 @@ class Explanation:
             "client_state": client_state,
             "model": {
                 "name": self.model,
-                "parameters": len(site.initial),
-                "buffers": len(site.initial_buffers),
+                "parameters": len(replica.initial),
+                "buffers": len(replica.initial_buffers),
                 "flops_per_sample": size.flops,
             },
         }
@@ -143,22 +143,26 @@ def traits(method: Alloy) -> dict[str, Any]:
     inputs = Inputs("image", (1, 8, 8), classes=10)
     with warnings.catch_warnings(record=True) as advice:
         warnings.simplefilter("always", FedAlloyWarning)
-        site = Site(method, "mlp", inputs, seed=0)
+        replica = Replica(method, "mlp", inputs, seed=0)
     model = 4 * size_of("mlp", inputs).parameters
-    seen = [*site.specs("up").values(), *site.specs("query").values()]
+    seen = [*replica.specs("up").values(), *replica.specs("query").values()]
     return {
         "architectures": "one" if "one architecture" in method.gives else "any",
         "models": "personal" if method.personal else "global",
-        "private_state": any(piece.implements("init_client") for piece in method) or bool(site.own()),
+        "private_state": any(piece.implements("init_client") for piece in method) or bool(replica.own()),
         "reveals": list(dict.fromkeys(_revealed(spec) for spec in seen if spec.bytes)),
         "advice": [str(note.message) for note in advice],
-        **{way: count / model for way, count in bytes_per_round(method, site).items()},
+        **{way: count / model for way, count in bytes_per_round(method, replica).items()},
     }
 
 
-def bytes_per_round(method: Alloy, site: Site) -> dict[str, int]:
+def bytes_per_round(method: Alloy, replica: Replica) -> dict[str, int]:
     """What crosses the wire for one client in one round, questions of every round included."""
-    rows = [*_wire("down", site.specs("down")), *_wire("up", site.specs("up")), *_asked(method, site)]
+    rows = [
+        *_wire("down", replica.specs("down")),
+        *_wire("up", replica.specs("up")),
+        *_asked(method, replica),
+    ]
     return {way: _total(rows, way) for way in ("down", "up")}
 
 
@@ -253,11 +257,11 @@ def _wire(direction: str, specs: dict[str, Spec]) -> list[dict[str, Any]]:
     ]
 
 
-def _asked(method: Alloy, site: Site) -> list[dict[str, Any]]:
+def _asked(method: Alloy, replica: Replica) -> list[dict[str, Any]]:
     """The new global model and what clients tell of it, where a mechanism asks."""
-    rows, told = [], site.specs("query")
+    rows, told = [], replica.specs("query")
     for piece in method.asking(last=True):
-        model = {"weights": site.initial, "buffers": site.initial_buffers}
+        model = {"weights": replica.initial, "buffers": replica.initial_buffers}
         down = {f"{piece.label}.{name}": Spec(Slot(), tuple(value.shape)) for name, value in model.items()}
         up = {key: told[key] for key in (f"{piece.label}.{name}" for name in piece.query)}
         asked = _wire("down", down) + _wire("up", up)
@@ -265,9 +269,9 @@ def _asked(method: Alloy, site: Site) -> list[dict[str, Any]]:
     return rows
 
 
-def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:
+def _states(method: Alloy, replica: Replica) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that server and client keep between rounds, seen in a rehearsal on two made-up samples."""
-    inputs = site.inputs
+    inputs = replica.inputs
     stored = (
         samples(inputs, 2) if inputs.kind != "image" else torch.zeros(2, *inputs.shape, dtype=torch.uint8)
     )
@@ -276,9 +280,9 @@ def _states(method: Alloy, site: Site) -> tuple[dict[str, int], dict[str, int]]:
     y = torch.arange(2) % inputs.classes
     data = ClientData(stored, y, stored[:0], y[:0], inputs.classes, prepare)
     info, local = Info(1, 2), Local(batch=2)
-    server = Server(method, site, info, local, seed=0)
+    server = Server(method, replica, info, local, seed=0)
     server.round = 1
-    _, keep = client_round(method, site, data, info, local, {}, server.send(0), seed=0)
+    _, keep = client_round(method, replica, data, info, local, {}, server.send(0), seed=0)
     return _sizes(server.state()), _sizes(keep)
 
 

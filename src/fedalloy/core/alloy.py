@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedalloy.core.diagnostics import Seen
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientData, ClientView, Findings, Oracle, ReplicaView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
@@ -136,110 +136,110 @@ class Mechanism:
         return None
 
     # At a client.
-    def build(self, site: ReplicaView) -> None:
+    def build(self, replica: ReplicaView) -> None:
         """Model surgery: a projector, a fixed head, an auxiliary model."""
 
-    def fits(self, site: ReplicaView) -> None:
+    def fits(self, replica: ReplicaView) -> None:
         """The net is laid out: an AlloyConflict if this part cannot work on it."""
 
-    def init_client(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: State) -> None:
         """Prepare the state of a client that has none yet."""
 
-    def install(self, client: ClientView, my: Box) -> None:
+    def install(self, client: ClientView, my: State) -> None:
         """Install what was received; also before an evaluation, so nothing is trained here."""
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         """A round of training begins."""
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase] | None:
         """How local training is cut up (a claim), or None for all of the model at once."""
         return None
 
-    def task(self, step: StepView, my: Box) -> Tensor | None:
+    def task(self, step: StepView, my: State) -> Tensor | None:
         """The task loss in place of cross-entropy (a claim)."""
         return None
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         """A term added to the task loss."""
         return None
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         """Wraps the gradient; the first mechanism of the alloy is the innermost wrapper."""
         return oracle(step)
 
-    def after_training(self, client: ClientView, my: Box) -> None:
+    def after_training(self, client: ClientView, my: State) -> None:
         """Local training is over: a last change of the model, before anybody looks at it in `upload`."""
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         """What goes up; the keys must equal `up`."""
         return {}
 
-    def seal(self, client: ClientView, my: Box, items: Items) -> Items:
+    def seal(self, client: ClientView, my: State, items: Items) -> Items:
         """A last change of all that goes up, every part's items by "label.slot" (a claim)."""
         return items
 
-    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: State, items: Items) -> None:
         """What went up, every part's; where a part sealed it, as the server will see it."""
 
-    def answer(self, site: ReplicaView, data: ClientData) -> Items:
-        """Asked about the new global model, which stands in `site`: the keys must equal `query`; nothing is kept."""
+    def answer(self, replica: ReplicaView, data: ClientData) -> Items:
+        """Asked about the new global model, which stands in `replica`: the keys must equal `query`; nothing is kept."""
         return {}
 
-    def adapt(self, client: ClientView, my: Box) -> None:
+    def adapt(self, client: ClientView, my: State) -> None:
         """Fine-tune a personal model before it is evaluated."""
 
-    def predict(self, step: StepView, my: Box) -> Tensor | None:
+    def predict(self, step: StepView, my: State) -> Tensor | None:
         """Scores in place of the logits when a personal model is evaluated."""
         return None
 
     # On the way, where values that are declared additive may travel compressed (a claim).
-    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
+    def encode(self, replica: ReplicaView, value: Tensor, round: int) -> Tensor:
         """A flat vector of additive values, compressed."""
         return value
 
-    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
+    def decode(self, replica: ReplicaView, coded: Tensor, round: int) -> Tensor:
         """What the other end makes of `encode`; a FedAlloyError where that cannot have made it."""
         return coded
 
-    def coded_size(self, site: ReplicaView) -> int:
+    def coded_size(self, replica: ReplicaView) -> int:
         """The length of an encoded vector; of an elastic one the most."""
-        return len(site.initial)
+        return len(replica.initial)
 
     @property
     def elastic(self) -> bool:
         """Whether the length of an encoded vector depends on its values."""
         return False
 
-    def split(self, site: ReplicaView, coded: Tensor) -> Sequence[Tensor]:
+    def split(self, replica: ReplicaView, coded: Tensor) -> Sequence[Tensor]:
         """Encoded vectors that travelled as one, apart again."""
-        return torch.split(coded, self.coded_size(site))
+        return torch.split(coded, self.coded_size(replica))
 
     # At the server.
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         """Before the first round."""
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: State, client: int) -> Items:
         """The keys must equal `down`."""
         return {}
 
-    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> Sequence[float] | None:
+    def weigh(self, server: ServerView, my: State, replies: Sequence[Reply]) -> Sequence[float] | None:
         """Aggregation weights for all `mean` slots (a claim); they need not sum to one."""
         return None
 
-    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: State, reply: Reply) -> None:
         """A look at each usable reply as it is folded, before `aggregate`."""
 
-    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
+    def folded(self, server: ServerView, my: State, got: Folded) -> Folded:
         """A last change of what was folded, by label and slot, before any part receives it (a claim)."""
         return got
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         """Aggregation: `got` holds the folded value of every `up` slot (of an `all` slot a dict by client)."""
 
-    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+    def on_answers(self, server: ServerView, my: State, answers: Iterator[Reply]) -> None:
         """What clients tell when they are asked, usable replies one by one in ascending id, keys as in `query`."""
 
-    def eval_models(self, server: ServerView, my: Box) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+    def eval_models(self, server: ServerView, my: State) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
         """Models to evaluate beside or, under the name "global", instead of the server's: weights, or with buffers."""
         return {}
 
@@ -248,11 +248,11 @@ class Mechanism:
         return {}
 
     # For those who look: numbers are recorded, matrices are drawn; nothing here may change a state.
-    def examine(self, server: ServerView, my: Box, seen: Seen) -> Findings:
+    def examine(self, server: ServerView, my: State, seen: Seen) -> Findings:
         """What this mechanism shows of the global model and the server's state."""
         return {}
 
-    def examine_client(self, client: ClientView, my: Box) -> Findings:
+    def examine_client(self, client: ClientView, my: State) -> Findings:
         """What this mechanism shows of a client after its local training."""
         return {}
 

@@ -4,15 +4,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedalloy.core.wire import Items
+from fedalloy.errors import renamed
 
 
 @dataclass
-class Box:
-    """A mechanism's own drawer."""
+class State:
+    """What one mechanism holds at the server, or at one client."""
 
-    keep: Items = field(default_factory=dict)  # survives rounds, never leaves its owner
-    memo: dict[str, Any] = field(default_factory=dict)  # lasts one round
-    got: Items = field(default_factory=dict)  # what the mail brought for this mechanism
+    persistent: Items = field(default_factory=dict)  # survives rounds, never leaves its owner
+    scratch: dict[str, Any] = field(default_factory=dict)  # lasts one round
+    received: Items = field(default_factory=dict)  # what the message brought for this mechanism
+
+    @property
+    def keep(self) -> Items:
+        renamed("State.keep", "persistent")
+        return self.persistent
+
+    @keep.setter
+    def keep(self, items: Items) -> None:
+        renamed("State.keep", "persistent")
+        self.persistent = items
+
+    @property
+    def memo(self) -> dict[str, Any]:
+        renamed("State.memo", "scratch")
+        return self.scratch
+
+    @property
+    def got(self) -> Items:
+        renamed("State.got", "received")
+        return self.received
 
 
 @dataclass(frozen=True)

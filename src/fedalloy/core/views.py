@@ -15,7 +15,7 @@ from torch import Tensor
 from fedalloy.core.frozen import Frozen
 from fedalloy.core.imports import Imports
 from fedalloy.core.net import Inputs, Net, Outputs
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.training import Local
 from fedalloy.core.weights import Weights
 from fedalloy.core.wire import Reply, Slot, Spec
@@ -160,12 +160,12 @@ class ClientView(Protocol):
     steps: int  # taken so far in this round
     received: Tensor  # the flat weights before anything is trained
     received_buffers: Tensor
-    boxes: dict[str, Box]
+    states: dict[str, State]
 
     @property
     def method(self) -> MethodView: ...
     @property
-    def site(self) -> ReplicaView: ...
+    def replica(self) -> ReplicaView: ...
     @property
     def net(self) -> Net: ...
     @property
@@ -178,7 +178,7 @@ class ClientView(Protocol):
     def local(self) -> Local: ...
     @property
     def lr(self) -> float: ...
-    def box(self, piece: Part) -> Box: ...
+    def state_of(self, piece: Part) -> State: ...
     def rng(self, *purpose: int | str) -> torch.Generator:
         """A generator of this client's own in this round."""
 
@@ -243,7 +243,7 @@ class ServerView(Protocol):
     @property
     def method(self) -> MethodView: ...
     @property
-    def site(self) -> ReplicaView: ...
+    def replica(self) -> ReplicaView: ...
     @property
     def info(self) -> Info: ...
     @property
@@ -256,7 +256,7 @@ class ServerView(Protocol):
     def participation_by_size(self) -> float:
         """The share of all samples that this round's usable replies stand for."""
 
-    def box(self, piece: Part) -> Box: ...
+    def state_of(self, piece: Part) -> State: ...
     def rng(self, *purpose: int | str) -> torch.Generator: ...
     def shown(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers."""

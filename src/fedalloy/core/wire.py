@@ -31,7 +31,7 @@ class Slot:
 
     `reduce` says how the server folds the clients' values: `mean` by the aggregation weights, `uniform`,
     `sum`, `class_mean` row by row by the class counts in the slot `counts`, `all` hands over every value.
-    Dimensions are numbers or names that a site resolves: "weights", "buffers", "classes", "features". A first
+    Dimensions are numbers or names that a replica resolves: "weights", "buffers", "classes", "features". A first
     dimension "held" is as long as the classes that a client holds: one row for each positive class count.
     """
 
@@ -53,7 +53,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Spec:
-    """A slot at a given site: its exact shape; of a slot with rows for held classes the largest."""
+    """A slot of a given replica: its exact shape; of a slot with rows for held classes the largest."""
 
     slot: Slot
     shape: tuple[int, ...]

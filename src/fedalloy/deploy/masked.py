@@ -77,7 +77,7 @@ class MaskedPost(Post):
         here = [mail for mail in mails if mail.client in self.lobby.guests]
         yield from (silent(mail, "is not connected") for mail in mails if mail not in here)
         nodes = {self.lobby.guests[mail.client].node: mail for mail in here}
-        largest = float(self.workshop.federation.sizes.max()) if self.workshop.method.weighed else 1.0
+        largest = float(self.runtime.federation.sizes.max()) if self.runtime.method.weighed else 1.0
         asked = {node: self.record(mail) for node, mail in nodes.items()}
         shapes = {node: [spec.shape for _, spec in self._slots(mail)] for node, mail in nodes.items()}
         sums = masked_mean(self.lobby, asked, shapes, self.limit, largest, round=mails[0].round)
@@ -97,7 +97,7 @@ class MaskedPost(Post):
 
     def _slots(self, mail: Mail) -> list[tuple[str, Spec]]:
         """What a site sends, in the order of its names."""
-        return sorted(self.workshop.sites.of(mail.client).specs("up").items())
+        return sorted(self.runtime.replicas.of(mail.client).specs("up").items())
 
 
 def masked_mean(

@@ -19,7 +19,7 @@ from fedalloy.deploy.records import mail_record, read_reply
 from fedalloy.deploy.site import HELLO
 from fedalloy.deploy.terms import Terms
 from fedalloy.errors import FedAlloyError, plain
-from fedalloy.round.runtime import Workshop
+from fedalloy.round.runtime import ClientRuntime
 
 PAUSE = 0.2  # seconds between two looks for replies
 KINDS = {"train": "train", "evaluate": "evaluate", "tell": "query"}
@@ -156,18 +156,18 @@ class Post:
     """Carries mail to sites. What the server can do itself, scoring on its own test set, it does itself."""
 
     def __init__(
-        self, workshop: Workshop, lobby: Lobby, run: str, terms: Terms, checkpoint_every: int = 1
+        self, runtime: ClientRuntime, lobby: Lobby, run: str, terms: Terms, checkpoint_every: int = 1
     ) -> None:
-        self.workshop, self.lobby, self.run = workshop, lobby, run
+        self.runtime, self.lobby, self.run = runtime, lobby, run
         self.limit, self.least, self.every = terms.round_limit, terms.least_replies, checkpoint_every
-        sites = [workshop.sites.named(model) for model in workshop.sites.models]
+        sites = [runtime.replicas.named(model) for model in runtime.replicas.models]
         slots = [[spec for way in ("up", "query") for spec in site.specs(way).values()] for site in sites]
         self.most_bytes = ROOM + 2 * max(sum(spec.bytes for spec in each) for each in slots)
 
     def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
         """A reply for each mail: an answer, or why there is none."""
         if mails and mails[0].errand == "score":
-            yield from map(self.workshop.open, mails)
+            yield from map(self.runtime.handle, mails)
             return
         lost: list[Reply] = []
         for reply in self._exchange(mails):
@@ -213,7 +213,7 @@ class Post:
 
     def record(self, mail: Mail) -> RecordDict:
         """A mail with what its site has to know of the run: private state after `checkpoint` may be asked for again."""
-        info: Info = self.workshop.federation.info
+        info: Info = self.runtime.federation.info
         safe = (mail.round - 1) // self.every * self.every
         agreed = self.lobby.agreed
         told = {"preprocessing": agreed.to_json()} if agreed else {}

@@ -40,7 +40,7 @@ from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
 from fedalloy.experiment.run import Setup, one_thread
 from fedalloy.mechanisms.privacy import Private, composed
-from fedalloy.round.runtime import Workshop, state_before
+from fedalloy.round.runtime import ClientRuntime, state_before
 from fedalloy.trained.kept import keep_tested
 
 HELLO = "hello"
@@ -154,17 +154,17 @@ class Desk:
         journal, checkpoint = Journal(self.state, run, self.client), int(facts.get("checkpoint", 0))
         with blamed("damaged-state"):
             journal.check(state_before(mail))
-        workshop = self._workshop(journal, facts)
-        workshop.vault.trim([self.client], checkpoint)
+        runtime = self._runtime(journal, facts)
+        runtime.vault.trim([self.client], checkpoint)
         if self.sealer:
             with blamed("answered"):
                 self._once(journal, mail)
         if mail.errand == "train":
             journal.begin(mail.round)
         with one_thread():
-            reply = workshop.open(mail)
+            reply = runtime.handle(mail)
             if mail.errand == "evaluate":
-                keep_tested(self.state, run, workshop, mail, self.config)
+                keep_tested(self.state, run, runtime, mail, self.config)
         if mail.errand == "train":
             journal.keep(mail.round, checkpoint)
         return replace(reply, samples=0, steps=0, seen=0, loss=0.0, seconds=0.0) if self.sealer else reply
@@ -229,16 +229,16 @@ class Desk:
                 f"round {mail.round} was answered already, to another mail; {self.sealer} allows one"
             )
 
-    def _workshop(self, journal: Journal, facts: Facts) -> Workshop:
+    def _runtime(self, journal: Journal, facts: Facts) -> ClientRuntime:
         federation, setup = self.federation, self.setup
         if isinstance(federation, Share):
             federation, setup = self._settled(self._agreed(journal, facts))
             federation = replace(federation, known=Info(int(facts["clients"]), int(facts["samples"])))
         config = self.config
         on_global = config.personal_on_global and self.terms.sites == "dealt"
-        return Workshop(
+        return ClientRuntime(
             setup.method,
-            setup.sites,
+            setup.replicas,
             federation,
             config.local,
             journal.vault,

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fedalloy.core.wire import Mail, Reply
-from fedalloy.round.runtime import Workshop
+from fedalloy.round.runtime import ClientRuntime
 
 
 @dataclass
 class Inline:
-    workshop: Workshop
+    runtime: ClientRuntime
 
     def carry(self, mails: Sequence[Mail]) -> Iterator[Reply]:
-        return map(self.workshop.open, mails)
+        return map(self.runtime.handle, mails)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -20,8 +20,8 @@ from fedalloy.core.wire import Items
 from fedalloy.data import Dataset, Prepare, Split
 from fedalloy.data.federation import Federation
 from fedalloy.errors import FedAlloyError
-from fedalloy.round.replica import Sites
-from fedalloy.round.runtime import Workshop
+from fedalloy.round.replica import Replicas
+from fedalloy.round.runtime import ClientRuntime
 from fedalloy.round.vault import Vault
 
 ALIGNED = 64  # bytes, as torch does: bits may depend on it
@@ -31,33 +31,35 @@ Array = NDArray[np.uint8]
 Entry = tuple[str, str, tuple[int, ...]]  # key, dtype, shape
 
 
-def plan_of(workshop: Workshop) -> tuple[dict[str, Any], list[Array]]:
-    """What it takes to make the workshop again: plain values, and the arrays of its federation."""
-    method = workshop.method
-    facts, items = apart(workshop.federation)
+def plan_of(runtime: ClientRuntime) -> tuple[dict[str, Any], list[Array]]:
+    """What it takes to make a client runtime again: plain values, and the arrays of its federation."""
+    method = runtime.method
+    facts, items = apart(runtime.federation)
     entries, arrays = packed(items)
     plan = {
         "versions": _versions(),
-        "allowed": workshop.sites.imports is not None,
+        "allowed": runtime.replicas.imports is not None,
         "paths": [os.getcwd(), *sys.path],
         "modules": sorted({type(piece).__module__ for piece in method}),
         "method": method.expression,
         "pieces": repr(method.pieces),
-        "models": workshop.sites.models,
-        "precision": workshop.sites.precision,
-        "rounds": workshop.sites.rounds,
-        "local": asdict(workshop.local),
-        "seed": workshop.seed,
-        "on_global": workshop.on_global,
-        "secret": workshop.secret,
+        "models": runtime.replicas.models,
+        "precision": runtime.replicas.precision,
+        "rounds": runtime.replicas.rounds,
+        "local": asdict(runtime.local),
+        "seed": runtime.seed,
+        "on_global": runtime.on_global,
+        "secret": runtime.secret,
         "federation": facts,
         "entries": entries,
     }
     return plan, arrays
 
 
-def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device, vault: Vault) -> Workshop:
-    """The workshop that a plan describes."""
+def made(
+    plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device, vault: Vault
+) -> ClientRuntime:
+    """The client runtime that a plan describes."""
     if (mine := _versions()) != plan["versions"]:
         raise FedAlloyError(f"the cluster has {mine}, this machine {plan['versions']}: the bits would differ")
     sys.path += [path for path in plan["paths"] if path not in sys.path]
@@ -79,11 +81,11 @@ def made(plan: Mapping[str, Any], arrays: Sequence[Array], device: torch.device,
         )
     federation = together(plan["federation"], unpacked(plan["entries"], arrays))
     seed, models, inputs = plan["seed"], tuple(plan["models"]), federation.dataset.inputs
-    sites = Sites(method, models, inputs, seed, plan["precision"], plan["rounds"], device, imports)
+    replicas = Replicas(method, models, inputs, seed, plan["precision"], plan["rounds"], device, imports)
     for model in dict.fromkeys(models):
-        sites.named(model)
+        replicas.named(model)
     local = Local(**plan["local"])
-    return Workshop(method, sites, federation, local, vault, seed, plan["on_global"], plan["secret"])
+    return ClientRuntime(method, replicas, federation, local, vault, seed, plan["on_global"], plan["secret"])
 
 
 def _versions() -> dict[str, str]:

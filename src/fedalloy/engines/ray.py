@@ -24,7 +24,7 @@ from fedalloy.engines.plain import Array, Entry, made, packed, plan_of, unpacked
 from fedalloy.engines.processes import cores, keep_memory
 from fedalloy.errors import FedAlloyError
 from fedalloy.round.engine import TRIES, died, fail, failure, late
-from fedalloy.round.runtime import Workshop, state_before
+from fedalloy.round.runtime import ClientRuntime, state_before
 from fedalloy.round.vault import Vault
 
 START = 120.0  # seconds until an actor must be at work
@@ -37,21 +37,21 @@ class RayActors:
 
     def __init__(
         self,
-        workshop: Workshop,
+        runtime: ClientRuntime,
         address: str | None = None,
         workers: int | None = None,
         gpus_per_worker: float = 0.0,
         timeout: float = 3600.0,
     ) -> None:
-        self._vault = workshop.vault
+        self._vault = runtime.vault
         self._timeout, self._gpus = timeout, gpus_per_worker
         self._actors: list[Actor] = []
         self._pace: dict[str, float] = {}  # by errand: seconds that the slowest mail took last time
         self._cluster = Cluster.current or Cluster(address, workers or cores())
         try:
             self._cluster.connect()
-            self._count = self._cluster.room(workers, gpus_per_worker, len(workshop.federation.eligible))
-            self._plan, arrays = plan_of(workshop)
+            self._count = self._cluster.room(workers, gpus_per_worker, len(runtime.federation.eligible))
+            self._plan, arrays = plan_of(runtime)
             self._data = [ray.put(array) for array in arrays]
             self._staff()
         except BaseException:
@@ -188,7 +188,7 @@ class Pouch(Vault):
 
 
 class Worker:
-    """What lives in an actor's process: a workshop, exchanged when another run comes."""
+    """What lives in an actor's process: a client runtime, exchanged when another run comes."""
 
     def __init__(self, gpus: float) -> None:
         keep_memory()
@@ -201,12 +201,12 @@ class Worker:
         return os.getpid()
 
     def equip(self, plan: dict[str, Any], *arrays: Array) -> dict[str, Any]:
-        """Make a workshop for a run."""
-        self.__dict__.pop("_workshop", None)  # whatever happens, not the last run's
+        """Make the client runtime for a run."""
+        self.__dict__.pop("_runtime", None)  # whatever happens, not the last run's
         try:
-            self._workshop = made(plan, arrays, _device(self._gpus), self._pouch)
+            self._runtime = made(plan, arrays, _device(self._gpus), self._pouch)
         except Exception as error:
-            return failure(error, "making the workshop")
+            return failure(error, "making the client runtime")
         return {}
 
     def open(
@@ -215,7 +215,7 @@ class Worker:
         """Open one mail; the reply and the client's new private state."""
         self._pouch.brought, self._pouch.kept = state, b""
         try:
-            reply = self._workshop.open(Mail(*facts, unpacked(entries, arrays)))
+            reply = self._runtime.handle(Mail(*facts, unpacked(entries, arrays)))
         except Exception as error:
             return failure(error, f"client {facts[2]}")
         return {

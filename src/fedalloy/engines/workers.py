@@ -24,7 +24,7 @@ from fedalloy.engines.arena import Arena
 from fedalloy.engines.processes import die_with, keep_memory
 from fedalloy.errors import FedAlloyError
 from fedalloy.round.engine import TRIES, died, fail, failure, late
-from fedalloy.round.runtime import Workshop
+from fedalloy.round.runtime import ClientRuntime
 
 QUICK = 0.005  # seconds; if no mail took longer last time, they travel in bundles that take about this long
 BUNDLE = 16  # mails at most
@@ -52,15 +52,15 @@ class Workers:
     Where an answer takes less than the way, mails travel in bundles, and the next bundle is at hand before one is done.
     """
 
-    def __init__(self, workshop: Workshop, count: int, timeout: float = 3600.0) -> None:
+    def __init__(self, runtime: ClientRuntime, count: int, timeout: float = 3600.0) -> None:
         if sys.platform != "linux":  # memory is shared by memfd, and a fork of macOS is not safe
             raise FedAlloyError("the workers engine runs on Linux only; use --engine inline")
-        self._workshop = workshop
+        self._runtime = runtime
         self._timeout = timeout
         self._mail = Arena()
         self._workers: list[Worker] = []
         self._pace: dict[str, float] = {}  # by errand: seconds that the slowest mail took last time
-        workshop.local.optimiser(
+        runtime.local.optimiser(
             torch.empty(0), lr=1.0
         )  # loads torch's optimiser machinery once, not in every worker
         for _ in range(count):
@@ -114,7 +114,7 @@ class Workers:
         replies = Arena(), Arena()
         others = [worker.line for worker in self._workers] + [mine]
         process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(self._workshop, os.getpid(), theirs, others, self._mail, replies), daemon=True
+            target=_work, args=(self._runtime, os.getpid(), theirs, others, self._mail, replies), daemon=True
         )
         process.start()
         theirs.close()
@@ -170,7 +170,7 @@ def _copied(arena: Arena, note: dict[str, Any]) -> Reply:
 
 
 def _work(
-    workshop: Workshop,
+    runtime: ClientRuntime,
     parent: int,
     line: Connection,
     others: list[Connection],
@@ -195,7 +195,7 @@ def _work(
         for errand, round, client, entries in notes:
             items = mail.get([tuple(entry) for entry in entries])
             try:
-                reply = workshop.open(Mail(errand, round, client, items))
+                reply = runtime.handle(Mail(errand, round, client, items))
             except Exception as error:
                 answer = failure(error, f"client {client}")
                 break

@@ -35,9 +35,9 @@ from fedalloy.experiment.snapshot import snapshot
 from fedalloy.round.engine import Engine
 from fedalloy.round.evaluate import evaluate
 from fedalloy.round.examine import examine, mean_notes, numbers
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 from fedalloy.round.replies import Outcome
-from fedalloy.round.runtime import Workshop
+from fedalloy.round.runtime import ClientRuntime
 from fedalloy.round.server import Server
 
 Record = dict[str, Any]
@@ -80,7 +80,7 @@ class Setup:
             require_cores("--workers", min(config.processes, config.clients))
         self.method = method or registry.make(config.method, imports)
         self.federation = federation or federate(**config.dealing)
-        self.sites = Sites(
+        self.replicas = Replicas(
             self.method,
             config.architectures,
             self.federation.dataset.inputs,
@@ -90,9 +90,9 @@ class Setup:
             device,
             imports,
         )
-        self.sites.check()
+        self.replicas.check()
         for model in dict.fromkeys(config.architectures):
-            self.sites.named(model)
+            self.replicas.named(model)
         self.most_norm: float | None = (
             None  # how many times as long as usual a reply may be: a real federation's
         )
@@ -101,15 +101,15 @@ class Setup:
     def server(self) -> Server:
         config = self.config
         info = self.federation.info
-        server = Server(self.method, self.sites.of(0), info, config.local, config.seed, self.secret)
+        server = Server(self.method, self.replicas.of(0), info, config.local, config.seed, self.secret)
         server.most_norm = self.most_norm
         return server
 
-    def workshop(self, folder: RunFolder) -> Workshop:
+    def runtime(self, folder: RunFolder) -> ClientRuntime:
         config = self.config
-        return Workshop(
+        return ClientRuntime(
             self.method,
-            self.sites,
+            self.replicas,
             self.federation,
             config.local,
             folder.vault,
@@ -118,19 +118,19 @@ class Setup:
             self.secret,
         )
 
-    def engine(self, workshop: Workshop) -> Engine:
+    def engine(self, runtime: ClientRuntime) -> Engine:
         """What carries mail to clients; a federation over a network brings its own."""
         if self.config.engine == "inline":
-            return Inline(workshop)
+            return Inline(runtime)
         if self.config.engine == "ray":
             from fedalloy.engines.ray import RayActors  # an extra, and slow to import
 
             config = self.config
             return RayActors(
-                workshop, config.ray_address, config.workers, config.gpus_per_worker, config.timeout
+                runtime, config.ray_address, config.workers, config.gpus_per_worker, config.timeout
             )
         count = min(self.config.processes, max(1, len(self.federation.eligible)))
-        return Workers(workshop, count, self.config.timeout)
+        return Workers(runtime, count, self.config.timeout)
 
 
 def train(
@@ -202,7 +202,7 @@ def resume(
     return play(Setup(config, imports=imports), folder, on_round, on_reply)
 
 
-def reopen(path: Path, *, allow_code: bool = False) -> tuple[Server, Sites, Federation]:
+def reopen(path: Path, *, allow_code: bool = False) -> tuple[Server, Replicas, Federation]:
     """The server of a run as its last checkpoint left it."""
     folder = RunFolder.existing(path)
     config = folder.config.model_copy(update={"engine": "inline"})  # whatever machine it was played on
@@ -214,7 +214,7 @@ def reopen(path: Path, *, allow_code: bool = False) -> tuple[Server, Sites, Fede
     if not round:
         raise FedAlloyError(f"{path} has no checkpoint yet; carry on with 'fedalloy run --resume {path}'")
     server.resume(state, round)
-    return server, setup.sites, setup.federation
+    return server, setup.replicas, setup.federation
 
 
 def play(
@@ -223,7 +223,7 @@ def play(
     on_round: OnRound | None = None,
     on_reply: OnReply | None = None,
     room: "Room | None" = None,
-    engine: Callable[[Workshop], Engine] | None = None,
+    engine: Callable[[ClientRuntime], Engine] | None = None,
 ) -> Result:
     """All rounds from the folder's last checkpoint to the end; the config says on which engine, unless one is given."""
     with folder.locked(), one_thread():
@@ -236,7 +236,7 @@ def play(
             folder.preprocess(setup.federation.dataset.preprocessing)
             history = folder.history()
             accounts(setup, history)  # what that needs is there, or no round begins
-            carrier = (engine or setup.engine)(setup.workshop(folder))
+            carrier = (engine or setup.engine)(setup.runtime(folder))
         since_checkpoint: set[int] = set()
         try:
             for number in range(last + 1, setup.config.rounds + 1):
@@ -248,7 +248,7 @@ def play(
                 folder.record(record)
                 since_checkpoint.update(record["participants"])
                 if setup.config.diagnose_every and number % setup.config.diagnose_every == 0:
-                    snapshot(server, setup.sites, setup.federation, folder)
+                    snapshot(server, setup.replicas, setup.federation, folder)
                 if (
                     number % setup.config.checkpoint_every == 0
                     or number == setup.config.rounds
@@ -393,7 +393,7 @@ def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Rec
     train_seconds = sum(line["seconds"]["train"] for line in history)
     samples = sum(line["samples"] for line in history)
     blown = next((line["round"] for line in history if line.get("diverged")), None)
-    site = server.site
+    replica = server.replica
     return {
         "method": setup.method.expression,
         "title": setup.method.title,
@@ -415,7 +415,7 @@ def summarise(setup: Setup, server: Server, folder: RunFolder, history: list[Rec
         "status": "finished" if blown is None else "diverged",
         "diverged_round": blown,
         "model": ", ".join(dict.fromkeys(setup.config.architectures)),
-        "parameters": len(site.initial),
+        "parameters": len(replica.initial),
         **accounts(setup, history),
     }
 

@@ -9,7 +9,7 @@ from fedalloy.core.wire import Items, dump
 from fedalloy.data.federation import Federation
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.round.client import Client
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 from fedalloy.round.server import Server
 
 PANEL_CLIENTS = 5
@@ -17,14 +17,14 @@ PANEL_POINTS = 250
 
 
 @torch.no_grad()
-def snapshot(server: Server, sites: Sites, federation: Federation, folder: RunFolder) -> None:
+def snapshot(server: Server, replicas: Replicas, federation: Federation, folder: RunFolder) -> None:
     """Features of some samples of the first clients, by their own models as they are now, for pictures over rounds."""
     items: Items = {}
     for k in federation.eligible[:PANEL_CLIENTS]:
         data, keep = federation.client(k), folder.vault.load(k, server.round + 1)
         mail = server.send(k, "evaluate")
         client = Client(
-            server.method, sites.of(k), data, federation.info, server.local, keep, mail, server.seed
+            server.method, replicas.of(k), data, federation.info, server.local, keep, mail, server.seed
         )
         some = some_samples(server, k, data.samples, PANEL_POINTS)
         items[f"{k}.features"] = torch.cat([out.features for out in client.outputs(data.x[some])])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fedalloy.core.alloy import Mechanism
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView
 from fedalloy.core.wire import Items
 
@@ -14,16 +14,16 @@ class AsTrained(Mechanism):
 
     claims = frozenset({"the personal model"})
 
-    def init_client(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: State) -> None:
         self._remember(client, my)
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         self._remember(client, my)
         return {}
 
-    def adapt(self, client: ClientView, my: Box) -> None:
-        client.weights.load(my.keep["weights"], my.keep["buffers"])
+    def adapt(self, client: ClientView, my: State) -> None:
+        client.weights.load(my.persistent["weights"], my.persistent["buffers"])
 
-    def _remember(self, client: ClientView, my: Box) -> None:
-        my.keep["weights"] = client.weights.flat.clone()
-        my.keep["buffers"] = client.weights.buffers.clone()
+    def _remember(self, client: ClientView, my: State) -> None:
+        my.persistent["weights"] = client.weights.flat.clone()
+        my.persistent["buffers"] = client.weights.buffers.clone()

@@ -15,10 +15,10 @@ class Auxiliary(Mechanism):
     claims = frozenset({"the auxiliary model"})
     gives = frozenset({"an auxiliary model"})
 
-    def build(self, site: ReplicaView) -> None:
-        site.net.aux = site.build_model(self.model or smallest(site))
+    def build(self, replica: ReplicaView) -> None:
+        replica.net.aux = replica.build_model(self.model or smallest(replica))
 
 
-def smallest(site: ReplicaView) -> str:
+def smallest(replica: ReplicaView) -> str:
     """The federation's architecture with the fewest parameters."""
-    return min(site.models, key=site.parameters_of)
+    return min(replica.models, key=replica.parameters_of)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Mechanism, Names, Slots
 from fedalloy.core.net import Outputs
 from fedalloy.core.parameters import Momentum
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items, Slot
 
@@ -57,30 +57,30 @@ class ClassMeans(Mechanism):
             "counts": Slot("sum", ("classes",), torch.int64),
         }
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        classes = server.site.inputs.classes
-        width = server.site.net.width if self.of == "features" else classes
-        my.keep["means"] = torch.eye(classes) if self.identity else torch.zeros(classes, width)
-        my.keep["seen"] = torch.full((classes,), self.identity)
+    def init_server(self, server: ServerView, my: State) -> None:
+        classes = server.replica.inputs.classes
+        width = server.replica.net.width if self.of == "features" else classes
+        my.persistent["means"] = torch.eye(classes) if self.identity else torch.zeros(classes, width)
+        my.persistent["seen"] = torch.full((classes,), self.identity)
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        return {"means": my.keep["means"], "seen": my.keep["seen"]}
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        return {"means": my.persistent["means"], "seen": my.persistent["seen"]}
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         means, counts = self.measured(client, my)
         return {"means": means, "counts": counts.clamp(max=1) if self.uniform else counts}
 
-    def measured(self, client: ClientView, my: Box) -> tuple[Tensor, Tensor]:
+    def measured(self, client: ClientView, my: State) -> tuple[Tensor, Tensor]:
         """A row for each class that this client holds, and how many samples of each class it is the mean of."""
         said = torch.cat([_said(self.of, out) for out in client.outputs(client.data.x)])
         return held_means(said, client.data.y), client.data.counts
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
-        held, old = got["counts"] > 0, my.keep["means"]
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
+        held, old = got["counts"] > 0, my.persistent["means"]
         mixed = torch.lerp(got["means"], old, self.momentum) if self.momentum else got["means"]
-        fresh = torch.where(my.keep["seen"][:, None], mixed, got["means"])
-        my.keep["means"] = torch.where(held[:, None], fresh, old)
-        my.keep["seen"] = my.keep["seen"] | held
+        fresh = torch.where(my.persistent["seen"][:, None], mixed, got["means"])
+        my.persistent["means"] = torch.where(held[:, None], fresh, old)
+        my.persistent["seen"] = my.persistent["seen"] | held
 
     @property
     def _width(self) -> str:
@@ -91,27 +91,29 @@ class ClassMeans(Mechanism):
 class RunningMeans(ClassMeans):
     """ClassMeans of all that the model says while it trains, in place of a pass over the data at the end."""
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         width = client.net.width if self.of == "features" else client.data.classes
-        my.memo["sums"] = client.received.new_zeros(client.data.classes, width, dtype=torch.float64)
-        my.memo["counts"] = torch.zeros_like(client.data.counts)
+        my.scratch["sums"] = client.received.new_zeros(client.data.classes, width, dtype=torch.float64)
+        my.scratch["counts"] = torch.zeros_like(client.data.counts)
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
-        my.memo["sums"].index_add_(0, step.y, _said(self.of, step.out).double())
-        my.memo["counts"] += torch.bincount(step.y, minlength=len(my.memo["counts"]))
+        my.scratch["sums"].index_add_(0, step.y, _said(self.of, step.out).double())
+        my.scratch["counts"] += torch.bincount(step.y, minlength=len(my.scratch["counts"]))
         return g
 
-    def measured(self, client: ClientView, my: Box) -> tuple[Tensor, Tensor]:
-        counts = my.memo["counts"]
+    def measured(self, client: ClientView, my: State) -> tuple[Tensor, Tensor]:
+        counts = my.scratch["counts"]
         held = counts > 0
-        means = my.memo["sums"][held] / counts[held, None]
+        means = my.scratch["sums"][held] / counts[held, None]
         return means.to(client.weights.flat.dtype), counts
 
 
 def prototypes(client: ClientView) -> tuple[Tensor, Tensor]:
     """What the mail brought of class means of features: a row for each class, and which rows mean something."""
-    got = next(client.box(piece).got for piece in client.method if "class means of features" in piece.gives)
+    got = next(
+        client.state_of(piece).received for piece in client.method if "class means of features" in piece.gives
+    )
     return got["means"], got["seen"]
 
 
@@ -125,7 +127,7 @@ def each_mean() -> Slots:
 
 def mean_features(client: ClientView) -> Items:
     """What fills these slots: a row for each class that this client holds, of the model as it stands."""
-    means, counts = ClassMeans("features").measured(client, Box())
+    means, counts = ClassMeans("features").measured(client, State())
     return {"means": means, "held": counts > 0}
 
 

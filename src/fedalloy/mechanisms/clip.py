@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedalloy.core.alloy import Mechanism
 from fedalloy.core.parameters import Positive
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, StepView
 
 
@@ -21,11 +21,11 @@ class Clip(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["spans"] = [client.weights.span(part) for part in ("main", "aux")]
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["spans"] = [client.weights.span(part) for part in ("main", "aux")]
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
-        for span in my.memo["spans"]:
+        for span in my.scratch["spans"]:
             g[span] *= torch.clamp(self.norm / (g[span].norm() + 1e-6), max=1.0)
         return g

@@ -21,9 +21,9 @@ class CommonWidth(Mechanism):
 
     claims = frozenset({"the width of features"})
 
-    def build(self, site: ReplicaView) -> None:
-        width = self.width or min(site.width_of(model) for model in site.models)
-        net = site.net
+    def build(self, replica: ReplicaView) -> None:
+        width = self.width or min(replica.width_of(model) for model in replica.models)
+        net = replica.net
         if width == net.width:
             return
         changed = [name for name, _ in net.named_children() if name not in ("body", "neck", "head", "aux")]
@@ -33,5 +33,5 @@ class CommonWidth(Mechanism):
                 "write it before the part that added this"
             )
         net.body = nn.Sequential(net.body, nn.AdaptiveAvgPool1d(width))
-        net.head = nn.Linear(width, site.inputs.classes, bias=getattr(net.head, "bias", None) is not None)
+        net.head = nn.Linear(width, replica.inputs.classes, bias=getattr(net.head, "bias", None) is not None)
         net.width = width

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fedalloy.core.alloy import Mechanism
 from fedalloy.core.parameters import AtLeastOne, Positive
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientView
 
 
@@ -23,5 +23,5 @@ class FineTune(Mechanism):
     def outermost(self) -> bool:  # whatever else makes up the personal model comes before
         return True
 
-    def adapt(self, client: ClientView, my: Box) -> None:
+    def adapt(self, client: ClientView, my: State) -> None:
         client.fit("finetune", Phase(self.epochs, self.part, self.lr))

@@ -17,13 +17,13 @@ class HeadWithoutBias(Mechanism):
     claims = frozenset({"the head's bias"})
     gives = frozenset({"class weights"})
 
-    def build(self, site: ReplicaView) -> None:
-        head = site.net.head
+    def build(self, replica: ReplicaView) -> None:
+        head = replica.net.head
         if not isinstance(head, nn.Linear):
-            raise FedAlloyError(f"{self} needs a linear head; {site.model} has {type(head).__name__}")
+            raise FedAlloyError(f"{self} needs a linear head; {replica.model} has {type(head).__name__}")
         bare = nn.Linear(head.in_features, head.out_features, bias=False)
         bare.weight = head.weight
-        site.net.head = bare
+        replica.net.head = bare
 
 
 def classifier(weights: Weights) -> slice:

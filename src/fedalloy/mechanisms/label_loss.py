@@ -14,6 +14,6 @@ def label_loss(client: ClientView, index: Tensor) -> Tensor:
     Eval mode and no augmentation, so no running statistic moves and no chance is involved. Other mechanisms' losses
     stay out: they count on a round that has begun, which it has not before `start` is over or in an evaluation.
     """
-    client.site.mode(training=False)
+    client.replica.mode(training=False)
     logits = client.net(client.data.prepare(client.data.x[index], None)).logits
     return F.cross_entropy(logits, client.data.y[index])

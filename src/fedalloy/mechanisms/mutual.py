@@ -9,7 +9,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Mechanism
 from fedalloy.core.net import Outputs
 from fedalloy.core.random import seeded
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 
 FLOOR = 1e-8  # of the denominator: two perfect models have no cross-entropy
@@ -38,7 +38,7 @@ class Mutual(Mechanism):
     needs = frozenset({"an auxiliary model"})
     claims = frozenset({"the auxiliary model's loss"})
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         aux = auxiliary_outputs(step)
         ce = F.cross_entropy(aux.logits, step.y)
         if not self.distil:

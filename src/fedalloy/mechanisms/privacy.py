@@ -14,7 +14,7 @@ from torch import Tensor
 from fedalloy.core.alloy import AlloyConflict, Folded, Mechanism
 from fedalloy.core.parameters import Chance, Noise, Positive
 from fedalloy.core.random import gaussian
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ReplicaView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.errors import FedAlloyError
@@ -60,18 +60,19 @@ class Private(Mechanism):
             return "what it decodes may be longer than what was clipped, unless where=client"
         return None
 
-    def fits(self, site: ReplicaView) -> None:
-        for piece in site.method:
+    def fits(self, replica: ReplicaView) -> None:
+        for piece in replica.method:
             bare = [f"{piece.label}.{name}" for name, slot in piece.up.items() if not _covered(slot)]
             for key in bare:
-                if site.specs("up")[key].bytes:
+                if replica.specs("up")[key].bytes:
                     raise AlloyConflict(
-                        f"{self} refuses {piece} on {site.model}: {key}, statistics of BatchNorm, would leave a client "
-                        "neither clipped nor noised; keep them there ('fedavg(buffers=local)') or take another model"
+                        f"{self} refuses {piece} on {replica.model}: {key}, statistics of BatchNorm, would leave a "
+                        "client neither clipped nor noised; keep them there ('fedavg(buffers=local)') or take "
+                        "another model"
                     )
 
-    def seal(self, client: ClientView, my: Box, items: Items) -> Items:
-        slots, shared = client.site.additive("up"), client.received[client.site.shared].double()
+    def seal(self, client: ClientView, my: State, items: Items) -> Items:
+        slots, shared = client.replica.additive("up"), client.received[client.replica.shared].double()
         origins = {key: shared if slot.relative else torch.zeros(()) for key, slot in slots.items()}
         moves = [items[key].double() - origin for key, origin in origins.items()]
         factor = shortening(moves, self.clip)
@@ -84,8 +85,8 @@ class Private(Mechanism):
         ends = [origin + move for origin, move in zip(origins.values(), moves, strict=True)]
         return items | {key: end.to(items[key].dtype) for key, end in zip(slots, ends, strict=True)}
 
-    def folded(self, server: ServerView, my: Box, got: Folded) -> Folded:
-        keys = [key.rpartition(".")[::2] for key in server.site.additive("up")]
+    def folded(self, server: ServerView, my: State, got: Folded) -> Folded:
+        keys = [key.rpartition(".")[::2] for key in server.replica.additive("up")]
         means = [got[label][name] for label, name in keys]
         counter = server.secret, server.seed, server.round, "server", "privacy"
         hidden = self._hidden(means, self.noise * self.clip / len(server.participants), *counter)

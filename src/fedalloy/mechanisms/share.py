@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedalloy.core.alloy import Mechanism, Names, Slots
 from fedalloy.core.parameters import Positive
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.weights import BASE
 from fedalloy.core.wire import Items, Slot
@@ -55,26 +55,26 @@ class Share(Mechanism):
         fold: Literal["mean", "uniform"] = "mean" if self.agg_weights == "size" else "uniform"
         return {"weights": Slot(fold, relative=True), "buffers": Slot(fold, ("buffers",))}
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        site = server.site
-        server.weights = site.initial[site.weights.span(self.part)].clone()
-        server.buffers = self._sent(site.initial_buffers[site.weights.buffer_span(self.part)])
+    def init_server(self, server: ServerView, my: State) -> None:
+        replica = server.replica
+        server.weights = replica.initial[replica.weights.span(self.part)].clone()
+        server.buffers = self._sent(replica.initial_buffers[replica.weights.buffer_span(self.part)])
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: State, client: int) -> Items:
         return {"weights": server.weights, "buffers": server.buffers}
 
-    def install(self, client: ClientView, my: Box) -> None:
-        client.weights.flat[client.weights.span(self.part)] = my.got["weights"]
+    def install(self, client: ClientView, my: State) -> None:
+        client.weights.flat[client.weights.span(self.part)] = my.received["weights"]
         if self.buffers == "average":
-            client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
+            client.weights.buffers[client.weights.buffer_span(self.part)] = my.received["buffers"]
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         return {
             "weights": client.weights.flat[client.weights.span(self.part)].clone(),
             "buffers": self._sent(client.weights.buffers[client.weights.buffer_span(self.part)]),
         }
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         self.step(server, got["weights"], got["buffers"])
 
     def step(self, server: ServerView, average: Tensor, buffers: Tensor) -> None:

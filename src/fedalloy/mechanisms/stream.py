@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fedalloy.core.alloy import Names, Slots
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.errors import FedAlloyError
@@ -42,20 +42,24 @@ class Stream(Share):
             "buffers": Slot(shape=("buffers",)),
         }
 
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         super().init_server(server, my)
-        my.keep["updates"] = torch.empty(0)  # one behind the other
-        my.keep["lengths"] = torch.empty(0, dtype=torch.int64)
-        my.keep["latest"] = torch.tensor(
+        my.persistent["updates"] = torch.empty(0)  # one behind the other
+        my.persistent["lengths"] = torch.empty(0, dtype=torch.int64)
+        my.persistent["latest"] = torch.tensor(
             0
         )  # the round of the last update; before it, round by round, the others
-        my.keep["last"] = torch.zeros(
+        my.persistent["last"] = torch.zeros(
             server.info.clients, dtype=torch.int64
         )  # when each client was last there
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        updates, lengths, since = my.keep["updates"], my.keep["lengths"], int(my.keep["last"][client])
-        oldest = int(my.keep["latest"]) - len(lengths) + 1
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        updates, lengths, since = (
+            my.persistent["updates"],
+            my.persistent["lengths"],
+            int(my.persistent["last"][client]),
+        )
+        oldest = int(my.persistent["latest"]) - len(lengths) + 1
         nothing = torch.empty(0)
         if since == 0 or since < oldest:
             dense, missed, since = server.weights, nothing, server.round
@@ -63,33 +67,40 @@ class Stream(Share):
             dense, missed = nothing, updates[int(lengths[: since - oldest].sum()) :]
         return {"dense": dense, "updates": missed, "since": torch.tensor(since), "buffers": server.buffers}
 
-    def install(self, client: ClientView, my: Box) -> None:
-        if len(my.got["dense"]):
-            my.keep["x"] = my.got["dense"].clone()
-        elif "x" not in my.keep:
+    def install(self, client: ClientView, my: State) -> None:
+        if len(my.received["dense"]):
+            my.persistent["x"] = my.received["dense"].clone()
+        elif "x" not in my.persistent:
             raise FedAlloyError(
                 f"client {client.id} has lost its copy of the shared weights, which {client.method.title} "
                 "sends only once; restore its private state, or start a new run"
             )
         else:
-            for round, update in enumerate(client.site.split(my.got["updates"]), int(my.got["since"])):
-                if round >= int(my.keep["round"]):  # known already where the last reply was refused
-                    my.keep["x"] += client.site.decoded(update, round)
-        my.keep["round"] = torch.tensor(client.round)
-        client.weights.flat[client.weights.span(self.part)] = my.keep["x"]
-        client.weights.buffers[client.weights.buffer_span(self.part)] = my.got["buffers"]
+            for round, update in enumerate(
+                client.replica.split(my.received["updates"]), int(my.received["since"])
+            ):
+                if round >= int(my.persistent["round"]):  # known already where the last reply was refused
+                    my.persistent["x"] += client.replica.decoded(update, round)
+        my.persistent["round"] = torch.tensor(client.round)
+        client.weights.flat[client.weights.span(self.part)] = my.persistent["x"]
+        client.weights.buffers[client.weights.buffer_span(self.part)] = my.received["buffers"]
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         before = server.weights
-        update = server.site.encoded(self.server_lr * (got["weights"] - before), server.round)
+        update = server.replica.encoded(self.server_lr * (got["weights"] - before), server.round)
         server.previous, server.buffers = before, got["buffers"]
-        server.weights = before + server.site.decoded(update, server.round)  # exactly what clients will do
-        gapless = int(my.keep["latest"]) == server.round - 1  # not so after a round without a usable reply
-        past = torch.split(my.keep["updates"], my.keep["lengths"].tolist()) if gapless else ()
+        server.weights = before + server.replica.decoded(update, server.round)  # exactly what clients will do
+        gapless = (
+            int(my.persistent["latest"]) == server.round - 1
+        )  # not so after a round without a usable reply
+        past = torch.split(my.persistent["updates"], my.persistent["lengths"].tolist()) if gapless else ()
         kept = [*past, update]
         while len(kept) > 1 and sum(map(len, kept)) >= len(before):
             kept.pop(0)  # updates travel while they weigh less than the model, the last one always
-        my.keep["updates"], my.keep["lengths"] = torch.cat(kept), torch.tensor([len(one) for one in kept])
-        my.keep["latest"] = torch.tensor(server.round)
+        my.persistent["updates"], my.persistent["lengths"] = (
+            torch.cat(kept),
+            torch.tensor([len(one) for one in kept]),
+        )
+        my.persistent["latest"] = torch.tensor(server.round)
         for reply in server.participants:
-            my.keep["last"][reply.client] = server.round
+            my.persistent["last"][reply.client] = server.round

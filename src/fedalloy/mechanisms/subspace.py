@@ -10,7 +10,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Mechanism, Names
 from fedalloy.core.parameters import AtLeastOne, Share01
 from fedalloy.core.random import generator
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import Oracle, ReplicaView, StepView
 
 Draw = Literal["haar", "gaussian", "coordinate"]
@@ -61,23 +61,23 @@ class Subspace(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         return step.client.as_sent(oracle(step))
 
-    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
-        return torch.cat([block.coded(value) for block in self.blocks(site, round)])
+    def encode(self, replica: ReplicaView, value: Tensor, round: int) -> Tensor:
+        return torch.cat([block.coded(value) for block in self.blocks(replica, round)])
 
-    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
-        blocks = self.blocks(site, round)
+    def decode(self, replica: ReplicaView, coded: Tensor, round: int) -> Tensor:
+        blocks = self.blocks(replica, round)
         pieces = torch.split(coded, [block.cut.coded_size for block in blocks])
         return torch.cat([block.full(piece) for block, piece in zip(blocks, pieces, strict=True)])
 
-    def coded_size(self, site: ReplicaView) -> int:
-        return sum(cut.coded_size for cut in self.cuts(site))
+    def coded_size(self, replica: ReplicaView) -> int:
+        return sum(cut.coded_size for cut in self.cuts(replica))
 
-    def cuts(self, site: ReplicaView) -> "list[Cut]":
+    def cuts(self, replica: ReplicaView) -> "list[Cut]":
         """The flat vector, tensor by tensor."""
-        layout = site.weights.layout
+        layout = replica.weights.layout
         if self.scope == "whole":
             return [self._cut("all", slice(0, layout.size), (1, layout.size, 1))]
         return [
@@ -85,12 +85,14 @@ class Subspace(Mechanism):
             for name, span in layout.spans.items()
         ]
 
-    def blocks(self, site: ReplicaView, round: int) -> "list[Block]":
+    def blocks(self, replica: ReplicaView, round: int) -> "list[Block]":
         """The cuts with this round's projectors, drawn once for all clients."""
         epoch = self.epoch(round)
-        drawn: dict[int, list[Block]] = site.memo.setdefault("subspace", {})
+        drawn: dict[int, list[Block]] = replica.memo.setdefault("subspace", {})
         blocks = (
-            drawn.pop(epoch) if epoch in drawn else [self._block(site, epoch, c) for c in self.cuts(site)]
+            drawn.pop(epoch)
+            if epoch in drawn
+            else [self._block(replica, epoch, c) for c in self.cuts(replica)]
         )
         drawn[epoch] = blocks  # in the order of their last use
         for old in list(drawn)[:-REMEMBERED]:
@@ -115,12 +117,12 @@ class Subspace(Mechanism):
         whole = rows < max(self.min_rows, 2)
         return Cut(name, span, shape, 0 if whole else max(1, round(self.ratio * rows)))
 
-    def _block(self, site: ReplicaView, epoch: int, cut: "Cut") -> "Block":
+    def _block(self, replica: ReplicaView, epoch: int, cut: "Cut") -> "Block":
         if not cut.rank:
             return Block(cut)
-        p = projector(cut.shape[1], cut.rank, generator(site.seed, epoch, cut.name, "subspace"), self.draw)
+        p = projector(cut.shape[1], cut.rank, generator(replica.seed, epoch, cut.name, "subspace"), self.draw)
         coder = _left_inverse(p.T) if self.draw == "gaussian" else p
-        device, dtype = site.device, site.initial.dtype
+        device, dtype = replica.device, replica.initial.dtype
         return Block(cut, p.to(device, dtype), coder.to(device, dtype))
 
 

@@ -31,13 +31,13 @@ class SVD(Mechanism):
     def elastic(self) -> bool:
         return True
 
-    def energy(self, site: ReplicaView, round: int) -> float:
+    def energy(self, replica: ReplicaView, round: int) -> float:
         """T(t) = T_start + (t + 1) / T_rounds (T_end - T_start); rounds are counted from 1, t from 0."""
-        last = self.rounds or site.rounds or round
+        last = self.rounds or replica.rounds or round
         return self.t_start + min(round / last, 1.0) * (self.t_end - self.t_start)
 
-    def encode(self, site: ReplicaView, value: Tensor, round: int) -> Tensor:
-        matrices, energy = matrices_of(site), self.energy(site, round)
+    def encode(self, replica: ReplicaView, value: Tensor, round: int) -> Tensor:
+        matrices, energy = matrices_of(replica), self.energy(replica, round)
         pieces = list(torch.split(value, [matrix.size for matrix in matrices]))
         ranks = []
         for i, matrix in enumerate(matrices):
@@ -46,20 +46,20 @@ class SVD(Mechanism):
                 ranks.append(float(rank))
         return torch.cat([value.new_tensor(ranks), *pieces])
 
-    def decode(self, site: ReplicaView, coded: Tensor, round: int) -> Tensor:
-        matrices, ranks, lengths = read(site, coded)
+    def decode(self, replica: ReplicaView, coded: Tensor, round: int) -> Tensor:
+        matrices, ranks, lengths = read(replica, coded)
         if len(coded) != sum(lengths):
             raise FedAlloyError(f"{len(coded)} numbers are no matrices of the ranks they begin with")
         _, *pieces = torch.split(coded, lengths)
         return torch.cat([m.rebuilt(k, piece) for m, k, piece in zip(matrices, ranks, pieces, strict=True)])
 
-    def coded_size(self, site: ReplicaView) -> int:
-        return sum(matrix.size + matrix.pays for matrix in matrices_of(site))
+    def coded_size(self, replica: ReplicaView) -> int:
+        return sum(matrix.size + matrix.pays for matrix in matrices_of(replica))
 
-    def split(self, site: ReplicaView, coded: Tensor) -> Sequence[Tensor]:
+    def split(self, replica: ReplicaView, coded: Tensor) -> Sequence[Tensor]:
         found = []
         while len(coded):
-            length = sum(read(site, coded)[2])
+            length = sum(read(replica, coded)[2])
             found.append(coded[:length])
             coded = coded[length:]
         return found
@@ -115,17 +115,17 @@ class Matrix:
         return ((U.view(self.P, rank) * sigma) @ V.view(rank, self.Q)).flatten()
 
 
-def matrices_of(site: ReplicaView) -> list[Matrix]:
+def matrices_of(replica: ReplicaView) -> list[Matrix]:
     """The shared weights, tensor by tensor."""
-    layout, shared = site.weights.layout, site.shared
+    layout, shared = replica.weights.layout, replica.shared
     inside = [name for name, (a, b) in layout.spans.items() if shared.start <= a and b <= shared.stop]
     shapes = [layout.shapes[name] for name in inside]
     return [Matrix(shape[:1].numel(), shape[1:].numel()) for shape in shapes]
 
 
-def read(site: ReplicaView, coded: Tensor) -> tuple[list[Matrix], list[int], list[int]]:
+def read(replica: ReplicaView, coded: Tensor) -> tuple[list[Matrix], list[int], list[int]]:
     """All matrices, the rank of each (0 where none is told), and the lengths of what travels: first the ranks."""
-    matrices = matrices_of(site)
+    matrices = matrices_of(replica)
     head = sum(matrix.pays for matrix in matrices)
     told = iter(coded[:head].tolist())
     ranks = [next(told, -1.0) if matrix.pays else 0.0 for matrix in matrices]

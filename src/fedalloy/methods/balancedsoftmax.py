@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.share import Share
 
@@ -28,13 +28,13 @@ class BalancedSoftmax(Mechanism):
     absent_count: Literal[0, 1] = 1
     tau_prior: NonNegative = 1.0
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["prior"] = self.tau_prior * log_prior(client.data.counts, self.absent_count)
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["prior"] = self.tau_prior * log_prior(client.data.counts, self.absent_count)
 
-    def task(self, step: StepView, my: Box) -> Tensor | None:
+    def task(self, step: StepView, my: State) -> Tensor | None:
         if not self.tau_prior:
             return None
-        return F.cross_entropy(step.out.logits + my.memo["prior"], step.y)
+        return F.cross_entropy(step.out.logits + my.scratch["prior"], step.y)
 
 
 def log_prior(counts: Tensor, absent_count: int = 1) -> Tensor:

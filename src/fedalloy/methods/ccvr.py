@@ -16,7 +16,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, Momentum, NonNegative, Positive, Samples
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientData, ReplicaView, ServerView, outputs
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyWarning
@@ -115,23 +115,26 @@ class VirtualFeatures(Mechanism):
             "covariances": Slot("class_mean", ("held", *wide), counts="counts"),
         }
 
-    def answer(self, site: ReplicaView, data: ClientData) -> Items:
-        z = torch.cat([out.features for out in outputs(site.net, data, data.x)])
+    def answer(self, replica: ReplicaView, data: ClientData) -> Items:
+        z = torch.cat([out.features for out in outputs(replica.net, data, data.x)])
         counts, means, covariances = moments(z, data.y, data.classes, self.cov)
         return {"counts": counts, "means": means.to(z.dtype), "covariances": covariances.to(z.dtype)}
 
-    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
-        site, said = server.site, (reply.items for reply in answers)
+    def on_answers(self, server: ServerView, my: State, answers: Iterator[Reply]) -> None:
+        replica, said = server.replica, (reply.items for reply in answers)
         parts = ((one["counts"], one["means"], one["covariances"]) for one in said)
-        gaussians = pooled(parts, site.inputs.classes, site.net.width, self.cov)
+        gaussians = pooled(parts, replica.inputs.classes, replica.net.width, self.cov)
         z, y = self.virtual(gaussians, server.rng("virtual features"))
         if not len(y):
             return
         weights, buffers = server.shown()["global"]
-        site.weights.load(weights, buffers)
-        site.net.eval()
-        self.calibrate(site, z.to(weights.dtype), y, server.rng("virtual batches"))
-        my.keep["uncalibrated"], my.keep["calibrated"] = weights.clone(), site.weights.flat.clone()
+        replica.weights.load(weights, buffers)
+        replica.net.eval()
+        self.calibrate(replica, z.to(weights.dtype), y, server.rng("virtual batches"))
+        my.persistent["uncalibrated"], my.persistent["calibrated"] = (
+            weights.clone(),
+            replica.weights.flat.clone(),
+        )
 
     def virtual(self, gaussians: Moments, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         """M features of each class that somebody holds."""
@@ -152,22 +155,22 @@ class VirtualFeatures(Mechanism):
         return features.clamp(min=0) if self.relu_clip else features, classes.repeat_interleave(self.samples)
 
     @torch.enable_grad()
-    def calibrate(self, site: ReplicaView, z: Tensor, y: Tensor, draw: torch.Generator) -> None:
+    def calibrate(self, replica: ReplicaView, z: Tensor, y: Tensor, draw: torch.Generator) -> None:
         """Cross-entropy on the virtual features, the classifier's weights alone."""
-        leaf = site.weights.flat[classifier(site.weights)].detach()
+        leaf = replica.weights.flat[classifier(replica.weights)].detach()
         optimiser = torch.optim.SGD([leaf], lr=self.head_lr, momentum=self.head_momentum)
         for _ in range(self.head_epochs):
             for batch in torch.split(torch.randperm(len(y), generator=draw), self.head_batch):
-                site.weights.grad.zero_()
-                scores = site.net.head(site.net.neck(z[batch]))
+                replica.weights.grad.zero_()
+                scores = replica.net.head(replica.net.neck(z[batch]))
                 F.cross_entropy(scores, y[batch]).backward()  # type: ignore[no-untyped-call]
-                leaf.grad = site.weights.grad[classifier(site.weights)]
+                leaf.grad = replica.weights.grad[classifier(replica.weights)]
                 optimiser.step()
 
-    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
-        if "calibrated" not in my.keep:
+    def eval_models(self, server: ServerView, my: State) -> dict[str, Tensor]:
+        if "calibrated" not in my.persistent:
             return {}
-        return {"global": my.keep["calibrated"], "uncalibrated": my.keep["uncalibrated"]}
+        return {"global": my.persistent["calibrated"], "uncalibrated": my.persistent["uncalibrated"]}
 
 
 @recipe("CCVR", family="calibration", paper="Luo et al., NeurIPS 2021")

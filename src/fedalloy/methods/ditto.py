@@ -15,7 +15,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, NonNegative, Positive, Share01
 from fedalloy.core.random import generator
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientData, ClientView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.errors import FedAlloyError
@@ -40,17 +40,17 @@ class PersonalModel(Mechanism):
     needs = frozenset({"global model"})
     claims = frozenset({"the personal model"})
 
-    def init_client(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: State) -> None:
         self._remember(client, my)  # v_k starts at the initial w
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         pull = max(self.candidates or (self.lam,)) * self._rate(client)
         if client.local.optimizer == "sgd" and not client.local.momentum and pull >= 2:
             raise FedAlloyError(
                 f"{self} overshoots: lam times the learning rate is {pull:g} and must stay below 2; lower either"
             )
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         ended = client.weights.flat.clone(), client.weights.buffers.clone()
         self.adapt(client, my)
         steps = client.local.steps if self.epochs is None else None
@@ -61,11 +61,14 @@ class PersonalModel(Mechanism):
         client.weights.load(*ended)
         return {}
 
-    def adapt(self, client: ClientView, my: Box) -> None:
-        client.weights.load(my.keep["v"], my.keep["statistics"])
+    def adapt(self, client: ClientView, my: State) -> None:
+        client.weights.load(my.persistent["v"], my.persistent["statistics"])
 
-    def _remember(self, client: ClientView, my: Box) -> None:
-        my.keep["v"], my.keep["statistics"] = client.weights.flat.clone(), client.weights.buffers.clone()
+    def _remember(self, client: ClientView, my: State) -> None:
+        my.persistent["v"], my.persistent["statistics"] = (
+            client.weights.flat.clone(),
+            client.weights.buffers.clone(),
+        )
 
     def _rate(self, client: ClientView) -> float:
         return replace(client.local, lr=self.lr or client.local.lr).rate(client.round)

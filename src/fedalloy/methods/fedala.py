@@ -12,7 +12,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Count, NonNegative, Percent
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.label_loss import label_loss
@@ -41,12 +41,12 @@ class ALA(Mechanism):
     needs = frozenset({"global model"})
     claims = frozenset({"the personal model"})
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        if "w_k" not in my.keep:
+    def before_training(self, client: ClientView, my: State) -> None:
+        if "w_k" not in my.persistent:
             return  # the first participation starts from w
-        top, first = self._top(client), "W" not in my.keep
-        w, w_k = client.received[top], my.keep["w_k"][top]
-        W = torch.ones_like(w) if first else my.keep["W"]
+        top, first = self._top(client), "W" not in my.persistent
+        w, w_k = client.received[top], my.persistent["w_k"][top]
+        W = torch.ones_like(w) if first else my.persistent["W"]
         batches = self._batches(client)
         losses: list[float] = []
         for _ in range(self.max_start_epochs if first and self.start_until_converged else 1):
@@ -57,21 +57,26 @@ class ALA(Mechanism):
             losses.append(loss)  # that of the last batch
             if self._settled(losses):
                 break
-        my.keep["W"] = W
+        my.persistent["W"] = W
         client.weights.flat[top] = mixed(w, w_k, W)
 
-    def upload(self, client: ClientView, my: Box) -> Items:
-        my.keep["w_k"], my.keep["buffers"] = client.weights.flat.clone(), client.weights.buffers.clone()
+    def upload(self, client: ClientView, my: State) -> Items:
+        my.persistent["w_k"], my.persistent["buffers"] = (
+            client.weights.flat.clone(),
+            client.weights.buffers.clone(),
+        )
         return {}
 
-    def adapt(self, client: ClientView, my: Box) -> None:
-        if "w_k" not in my.keep:
+    def adapt(self, client: ClientView, my: State) -> None:
+        if "w_k" not in my.persistent:
             return
         if not self.ala_all:
-            client.weights.load(my.keep["w_k"], my.keep["buffers"])
-        elif "W" in my.keep:  # where nothing was learned yet W is 1, and the mixture is w
+            client.weights.load(my.persistent["w_k"], my.persistent["buffers"])
+        elif "W" in my.persistent:  # where nothing was learned yet W is 1, and the mixture is w
             top = self._top(client)
-            client.weights.flat[top] = mixed(client.received[top], my.keep["w_k"][top], my.keep["W"])
+            client.weights.flat[top] = mixed(
+                client.received[top], my.persistent["w_k"][top], my.persistent["W"]
+            )
 
     def _batches(self, client: ClientView) -> tuple[Tensor, ...]:
         """A random s percent of the client's samples; every pass goes through the same batches."""

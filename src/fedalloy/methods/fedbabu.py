@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Count, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientView, ReplicaView, ServerView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
@@ -42,16 +42,16 @@ class FixedHead(Share):
     def shares(self) -> str:
         return ""  # the server holds phi_0 as well
 
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         super().init_server(server, my)
-        if 0 < len(server.buffers) < server.site.weights.buffer_span(":").stop:
+        if 0 < len(server.buffers) < server.replica.weights.buffer_span(":").stop:
             raise FedAlloyError(f"{self} would fix layers with running statistics; fix fewer layers")
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase]:
         return [Phase(epochs, self.part, steps=client.local.steps)]
 
-    def eval_models(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"global": server.site.whole(self.part, server.weights, server.buffers)}
+    def eval_models(self, server: ServerView, my: State) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"global": server.replica.whole(self.part, server.weights, server.buffers)}
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class OrthogonalHead(Mechanism):
 
     claims = frozenset({"the neck"})  # who changes the neck brings a new head
 
-    def build(self, site: ReplicaView) -> None:
-        head = site.net.head
+    def build(self, replica: ReplicaView) -> None:
+        head = replica.net.head
         if not isinstance(head, nn.Linear):
-            raise FedAlloyError(f"{self} needs a linear head; {site.model} has {type(head).__name__}")
+            raise FedAlloyError(f"{self} needs a linear head; {replica.model} has {type(head).__name__}")
         nn.init.orthogonal_(head.weight)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Positive, Width
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ReplicaView, StepView
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.mechanisms.class_means import ClassMeans
@@ -66,16 +66,16 @@ class LDDecorr(Mechanism):
 
     claims = frozenset({"the decorrelation of features"})
 
-    def build(self, site: ReplicaView) -> None:
-        if self.beta and not any(isinstance(m, NORMS) for m in site.net.body.modules()):
+    def build(self, replica: ReplicaView) -> None:
+        if self.beta and not any(isinstance(m, NORMS) for m in replica.net.body.modules()):
             warnings.warn(
-                f"LDDecorr leaves the scale of features free and {site.model} has no normalisation layer: they may "
+                f"LDDecorr leaves the scale of features free and {replica.model} has no normalisation layer: they may "
                 "blow up; take a model with BatchNorm, or a small beta",
                 FedAlloyWarning,
                 stacklevel=2,
             )
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if not self.beta or len(step.y) < 2:
             return None
         z = bounded(step.out.features, self.grad_limit)
@@ -104,34 +104,34 @@ class PBA(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans("features"),)
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        prototypes = client.box(self.brings[0]).got
+    def before_training(self, client: ClientView, my: State) -> None:
+        prototypes = client.state_of(self.brings[0]).received
         seen = prototypes["seen"]
-        my.memo["P"] = prototypes["means"][seen]
-        my.memo["unit P"] = F.normalize(my.memo["P"], dim=1)
+        my.scratch["P"] = prototypes["means"][seen]
+        my.scratch["unit P"] = F.normalize(my.scratch["P"], dim=1)
         assert isinstance(client.net.head, ETF)
-        my.memo["V"] = client.net.head.V.T[seen]
+        my.scratch["V"] = client.net.head.V.T[seen]
         prior = log_prior(client.data.counts, self.absent_count)[seen]
-        my.memo["prior"] = prior if self.distribution_factor else torch.zeros_like(prior)  # not 0 * -inf
-        my.memo["place"] = seen.cumsum(0) - 1  # of a class among those with a prototype
-        my.memo["seen"] = seen
+        my.scratch["prior"] = prior if self.distribution_factor else torch.zeros_like(prior)  # not 0 * -inf
+        my.scratch["place"] = seen.cumsum(0) - 1  # of a class among those with a prototype
+        my.scratch["seen"] = seen
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        if not self.gamma or not len(my.memo["P"]):
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        if not self.gamma or not len(my.scratch["P"]):
             return None  # round 0: no prototypes yet
         terms = [term(step, my) for term, on in ((self._pa, self.pa), (self._fa, self.fa)) if on]
         return self.gamma * torch.stack(terms).sum() if terms else None
 
-    def _pa(self, step: StepView, my: Box) -> Tensor:
-        mu = step.client.net.neck(my.memo["P"])
-        gaps: Tensor = 0.5 * (1 - (mu * my.memo["V"]).sum(1)).square()
+    def _pa(self, step: StepView, my: State) -> Tensor:
+        mu = step.client.net.neck(my.scratch["P"])
+        gaps: Tensor = 0.5 * (1 - (mu * my.scratch["V"]).sum(1)).square()
         return gaps.sum() if self.pa_reduction == "sum" else gaps.mean()
 
-    def _fa(self, step: StepView, my: Box) -> Tensor:
-        known = my.memo["seen"][step.y]
+    def _fa(self, step: StepView, my: State) -> Tensor:
+        known = my.scratch["seen"][step.y]
         z = F.normalize(step.out.features[known], dim=1)
-        scores = z @ my.memo["unit P"].T / self.tau + my.memo["prior"]
-        target = my.memo["place"][step.y[known]]
+        scores = z @ my.scratch["unit P"].T / self.tau + my.scratch["prior"]
+        target = my.scratch["place"][step.y[known]]
         return F.cross_entropy(scores, target) if len(target) else scores.sum()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.mechanisms.share import Share
 
@@ -47,7 +47,7 @@ class Decorr(Mechanism):
 
     claims = frozenset({"the decorrelation of features"})
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if not self.beta or len(step.y) < 2:
             return None
         return self.beta * decorrelation(step.out.features, self.norm, self.var_eps)

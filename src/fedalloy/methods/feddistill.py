@@ -14,7 +14,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.mechanisms.class_means import RunningMeans
@@ -49,48 +49,50 @@ class OutputDistillation(Mechanism):
             else {}
         )
 
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         if self.leave_one_out:
-            my.keep["held"] = torch.zeros(server.info.clients, server.site.inputs.classes, dtype=torch.bool)
+            my.persistent["held"] = torch.zeros(
+                server.info.clients, server.replica.inputs.classes, dtype=torch.bool
+            )
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        held = my.keep.get("held")
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        held = my.persistent.get("held")
         return {} if held is None else {"holders": held.sum(0), "mine": held[client]}
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        got = client.box(self._means).got
+    def before_training(self, client: ClientView, my: State) -> None:
+        got = client.state_of(self._means).received
         rows, known = got["means"], got["seen"]
-        if self.leave_one_out and "own" in my.keep:
-            mine, others = my.got["mine"], my.got["holders"] - 1
-            without = ((others + 1)[:, None] * rows - my.keep["own"]) / others.clamp(min=1)[:, None]
+        if self.leave_one_out and "own" in my.persistent:
+            mine, others = my.received["mine"], my.received["holders"] - 1
+            without = ((others + 1)[:, None] * rows - my.persistent["own"]) / others.clamp(min=1)[:, None]
             rows, known = torch.where(mine[:, None], without, rows), known & (~mine | (others > 0))
-        my.memo["targets"] = rows.softmax(1) if self.output == "logits" else rows
-        my.memo["known"] = known
+        my.scratch["targets"] = rows.softmax(1) if self.output == "logits" else rows
+        my.scratch["known"] = known
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        known = my.memo["known"][step.y]
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        known = my.scratch["known"][step.y]
         if not self.lam or not bool(known.any()):
             return None  # round 0, or no row for any of these classes
-        targets = my.memo["targets"][step.y[known]]
+        targets = my.scratch["targets"][step.y[known]]
         return self.lam * F.cross_entropy(step.out.logits[known], targets, reduction="sum") / len(step.y)
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         if self.leave_one_out:
-            means, counts = self._means.measured(client, client.box(self._means))
-            my.keep["own"] = means.new_zeros(len(counts), means.shape[1])
-            my.keep["own"][counts > 0] = means
+            means, counts = self._means.measured(client, client.state_of(self._means))
+            my.persistent["own"] = means.new_zeros(len(counts), means.shape[1])
+            my.persistent["own"][counts > 0] = means
         return {}
 
-    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: State, reply: Reply) -> None:
         if self.leave_one_out:
-            my.memo[str(reply.client)] = reply.items[f"{self._means.label}.counts"] > 0
+            my.scratch[str(reply.client)] = reply.items[f"{self._means.label}.counts"] > 0
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         if self.leave_one_out:
-            renewed = torch.stack(list(my.memo.values())).any(0)
-            my.keep["held"] = my.keep["held"] & ~renewed
-            for client, held in my.memo.items():
-                my.keep["held"][int(client)] |= held
+            renewed = torch.stack(list(my.scratch.values())).any(0)
+            my.persistent["held"] = my.persistent["held"] & ~renewed
+            for client, held in my.scratch.items():
+                my.persistent["held"][int(client)] |= held
 
 
 @recipe("FedDistill", family="different models", paper="Jeong et al., 2018, arXiv 1811.11479")

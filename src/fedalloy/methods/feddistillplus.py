@@ -11,7 +11,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Momentum, NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.share import Share
@@ -28,13 +28,13 @@ class SoftLabelDistillation(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans("probabilities", self.sl_momentum, identity=True),)
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["omega"] = client.box(self.brings[0]).got["means"]
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["omega"] = client.state_of(self.brings[0]).received["means"]
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if not self.lam:
             return None
-        omega = my.memo["omega"][step.y]
+        omega = my.scratch["omega"][step.y]
         return self.lam * F.kl_div(step.out.logits.log_softmax(1), omega, reduction="batchmean")
 
 

@@ -12,7 +12,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.diagnostics import Seen
 from fedalloy.core.parameters import AtLeastOne, Momentum, NonNegative, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Findings, ServerView, StepView
 from fedalloy.mechanisms.class_means import ClassMeans
 from fedalloy.mechanisms.head import HeadWithoutBias
@@ -38,20 +38,20 @@ class DW(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return HeadWithoutBias(), ClassMeans("probabilities", self.sl_momentum, identity=True)  # Omega_1 = I
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["omega"] = client.box(self.brings[1]).got["means"]
-        my.memo["mu"] = self.mu / self.mu_decay ** ((client.round - 1) // self.mu_decay_every)
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["omega"] = client.state_of(self.brings[1]).received["means"]
+        my.scratch["mu"] = self.mu / self.mu_decay ** ((client.round - 1) // self.mu_decay_every)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        if not my.memo["mu"]:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        if not my.scratch["mu"]:
             return None
         omega = step.client.net.head.weight
         assert isinstance(omega, Tensor)
-        loss: Tensor = my.memo["mu"] * F.mse_loss(class_relations(omega), my.memo["omega"])
+        loss: Tensor = my.scratch["mu"] * F.mse_loss(class_relations(omega), my.scratch["omega"])
         return loss
 
-    def examine(self, server: ServerView, my: Box, seen: Seen) -> Findings:
-        omega, weights = server.box(self.brings[1]).keep["means"], seen.net.head.weight
+    def examine(self, server: ServerView, my: State, seen: Seen) -> Findings:
+        omega, weights = server.state_of(self.brings[1]).persistent["means"], seen.net.head.weight
         assert isinstance(weights, Tensor)
         relations = class_relations(weights.detach())
         return {
@@ -60,7 +60,7 @@ class DW(Mechanism):
             "distance of class relations to soft labels": float((omega - relations).norm()),
         }
 
-    def examine_client(self, client: ClientView, my: Box) -> Findings:
+    def examine_client(self, client: ClientView, my: State) -> Findings:
         weights = client.net.head.weight
         assert isinstance(weights, Tensor)
         share = client.data.counts / client.data.samples

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
@@ -35,38 +35,40 @@ class Dynamic(Mechanism):
     needs = frozenset({"uniform weights", "global model"})
     claims = frozenset({"the server's step"})
 
-    def init_client(self, client: ClientView, my: Box) -> None:
-        my.keep["g"] = client.weights.zeros()
+    def init_client(self, client: ClientView, my: State) -> None:
+        my.persistent["g"] = client.weights.zeros()
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
-        g = oracle(step) - my.keep["g"]
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
+        g = oracle(step) - my.persistent["g"]
         g += self._alpha(step.client) * (step.weights - step.client.received)
         if self.max_grad_norm is not None:
             g *= torch.clamp(self.max_grad_norm / (g.norm() + 1e-6), max=1.0)
         return g
 
-    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: State, items: Items) -> None:
         w_k = items.get("share.weights", client.weights.flat)  # what h will see of it, sealed or not
-        my.keep["g"] -= self._alpha(client) * (w_k - client.received)  # = grad L_k at a minimiser of R_k
+        my.persistent["g"] -= self._alpha(client) * (
+            w_k - client.received
+        )  # = grad L_k at a minimiser of R_k
 
     def refuses(self, other: Mechanism) -> str | None:
         if self.size_scaled and "size weights" in other.spoils:
             return "it scales by the number of samples, which nobody is told"
         return None
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        my.keep["h"] = torch.zeros_like(server.weights)
-        my.keep["mean"] = server.weights
+    def init_server(self, server: ServerView, my: State) -> None:
+        my.persistent["h"] = torch.zeros_like(server.weights)
+        my.persistent["mean"] = server.weights
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
-        mean = my.keep["mean"] = server.weights
-        my.keep["h"] = my.keep["h"] - self.alpha * server.participation * (
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
+        mean = my.persistent["mean"] = server.weights
+        my.persistent["h"] = my.persistent["h"] - self.alpha * server.participation * (
             mean - server.previous
         )  # 1/m, all clients
-        server.weights = mean - my.keep["h"] / self.alpha
+        server.weights = mean - my.persistent["h"] / self.alpha
 
-    def eval_models(self, server: ServerView, my: Box) -> dict[str, Tensor]:
-        models = {"mean": my.keep["mean"], "server": server.weights}
+    def eval_models(self, server: ServerView, my: State) -> dict[str, Tensor]:
+        models = {"mean": my.persistent["mean"], "server": server.weights}
         return {"global": models[self.eval_model], **models}
 
     def _alpha(self, client: ClientView) -> float:

@@ -67,11 +67,11 @@ class ETFHead(Mechanism):
     gives = frozenset({"an ETF head"})
     spoils = frozenset({"class weights"})  # those of V never change
 
-    def build(self, site: ReplicaView) -> None:
-        classes = site.inputs.classes
+    def build(self, replica: ReplicaView) -> None:
+        classes = replica.inputs.classes
         dim = self.etf_dim or classes
-        site.net.neck = Projection(site.net.width, dim)
-        site.net.head = ETF(simplex_etf(dim, classes, generator(site.seed, "etf")), self.scale_init)
+        replica.net.neck = Projection(replica.net.width, dim)
+        replica.net.head = ETF(simplex_etf(dim, classes, generator(replica.seed, "etf")), self.scale_init)
 
 
 @recipe("FedETF", family="calibration", paper="Li et al., ICCV 2023")

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import Fraction, NonNegative, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import held_means
@@ -64,50 +64,50 @@ class Anchors(Mechanism):
         held = Slot("class_mean", ("held", "features"), counts="counts")
         return {"anchors": held, "counts": Slot("sum", ("classes",), torch.int64)}
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        classes, width = server.site.inputs.classes, server.site.net.width
-        my.keep["anchors"] = first_anchors(classes, width, server.rng("anchors"))
+    def init_server(self, server: ServerView, my: State) -> None:
+        classes, width = server.replica.inputs.classes, server.replica.net.width
+        my.persistent["anchors"] = first_anchors(classes, width, server.rng("anchors"))
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        return {"anchors": my.keep["anchors"]}
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        return {"anchors": my.persistent["anchors"]}
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["moving"] = my.got["anchors"].clone()
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["moving"] = my.received["anchors"].clone()
         self._new_epoch(my, 0)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        return self.lam * distance(step.out.features, step.y, my.got["anchors"]) if self.lam else None
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        return self.lam * distance(step.out.features, step.y, my.received["anchors"]) if self.lam else None
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
-        if step.epoch != my.memo["epoch"]:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
+        if step.epoch != my.scratch["epoch"]:
             self._move(my)
             self._new_epoch(my, step.epoch)
         g = oracle(step)
         present = torch.unique(step.y)
-        my.memo["sums"][present] += held_means(step.out.features.detach(), step.y)
-        my.memo["times"][present] += 1
-        my.memo["batches"] += 1
+        my.scratch["sums"][present] += held_means(step.out.features.detach(), step.y)
+        my.scratch["times"][present] += 1
+        my.scratch["batches"] += 1
         return g
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         self._move(my)
         if not self.class_weighted:
-            return {"anchors": my.memo["moving"]}
-        return {"anchors": my.memo["moving"][client.data.counts > 0], "counts": client.data.counts}
+            return {"anchors": my.scratch["moving"]}
+        return {"anchors": my.scratch["moving"][client.data.counts > 0], "counts": client.data.counts}
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         held = (got["counts"] > 0)[:, None] if self.class_weighted else torch.tensor(True)
-        my.keep["anchors"] = torch.where(held, got["anchors"], my.keep["anchors"])
+        my.persistent["anchors"] = torch.where(held, got["anchors"], my.persistent["anchors"])
 
-    def _new_epoch(self, my: Box, epoch: int) -> None:
-        zeros = torch.zeros_like(my.memo["moving"])
-        my.memo.update(epoch=epoch, sums=zeros, times=zeros[:, :1].clone(), batches=0)
+    def _new_epoch(self, my: State, epoch: int) -> None:
+        zeros = torch.zeros_like(my.scratch["moving"])
+        my.scratch.update(epoch=epoch, sums=zeros, times=zeros[:, :1].clone(), batches=0)
 
-    def _move(self, my: Box) -> None:
+    def _move(self, my: State) -> None:
         """An epoch is over. Classes that a client lacks keep the anchor as it was received, bit for bit."""
-        seen = my.memo["times"][:, 0] > 0
-        means = my.memo["sums"] / (my.memo["batches"] if self.official_mean else my.memo["times"])
-        my.memo["moving"][seen] = torch.lerp(means, my.memo["moving"], self.momentum)[seen]
+        seen = my.scratch["times"][:, 0] > 0
+        means = my.scratch["sums"] / (my.scratch["batches"] if self.official_mean else my.scratch["times"])
+        my.scratch["moving"][seen] = torch.lerp(means, my.scratch["moving"], self.momentum)[seen]
 
 
 @dataclass(frozen=True)
@@ -127,36 +127,36 @@ class AnchoredHead(Mechanism):
     def outermost(self) -> bool:
         return True  # it moves weights between two steps, while no wrapper is looking
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         leaf = client.weights.flat[classifier(client.weights)].detach()
         make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[self.optimizer]
-        my.memo.update(leaf=leaf, optimiser=make([leaf], lr=self.lr), epoch=0)
+        my.scratch.update(leaf=leaf, optimiser=make([leaf], lr=self.lr), epoch=0)
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
-        new_epoch, my.memo["epoch"] = step.epoch != my.memo["epoch"], step.epoch
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
+        new_epoch, my.scratch["epoch"] = step.epoch != my.scratch["epoch"], step.epoch
         due = {"batch": step.client.steps > 0, "before": True, "epoch": new_epoch, "after": False}
         if due[self.schedule]:
             self._calibrate(step.client, my)
         return oracle(step)
 
-    def after_training(self, client: ClientView, my: Box) -> None:
+    def after_training(self, client: ClientView, my: State) -> None:
         if client.steps and self.schedule != "before":
             self._calibrate(client, my)
 
     @torch.enable_grad()
-    def _calibrate(self, client: ClientView, my: Box) -> None:
+    def _calibrate(self, client: ClientView, my: State) -> None:
         net, weights = client.net, client.weights
         given = client.method.find(Anchors)
         assert given is not None
-        anchors = client.box(given).got["anchors"]
+        anchors = client.state_of(given).received["anchors"]
         scores = net.head(net.neck(anchors))
         if not scores.requires_grad:
             return  # this phase leaves the classifier alone
         weights.grad.zero_()
         classes = torch.arange(len(anchors), device=scores.device)
         F.cross_entropy(scores, classes).backward()  # type: ignore[no-untyped-call]
-        my.memo["leaf"].grad = weights.grad[classifier(weights)]
-        my.memo["optimiser"].step()
+        my.scratch["leaf"].grad = weights.grad[classifier(weights)]
+        my.scratch["optimiser"].step()
 
 
 @recipe("FedFA", family="representation", paper="Zhou, Zhang, Tsang, IEEE TMC 2024")

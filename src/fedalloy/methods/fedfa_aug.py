@@ -16,7 +16,7 @@ from fedalloy.core.measure import samples
 from fedalloy.core.net import Inputs, in_order
 from fedalloy.core.parameters import Fraction, Momentum
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ReplicaView, ServerView
 from fedalloy.core.wire import Reply
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
@@ -96,39 +96,39 @@ class Augmented(Mechanism):
 
     needs = frozenset({"global model", "averaged statistics"})
 
-    def build(self, site: ReplicaView) -> None:
-        body = site.net.body
+    def build(self, replica: ReplicaView) -> None:
+        body = replica.net.body
         if not self.prob:
             return
         if convolves(body) and not in_order(body):
             raise FedAlloyError(
                 f"{self} looks for stages of convolutions in a body that is an nn.Sequential; "
-                f"that of {site.model} is a {type(body).__name__}"
+                f"that of {replica.model} is a {type(body).__name__}"
             )
-        ends = stages(body, site.inputs) if in_order(body) else {}
+        ends = stages(body, replica.inputs) if in_order(body) else {}
         if not ends:
             advice = "so nothing is augmented; take a convolutional model"
-            warnings.warn(f"{site.model} has no feature maps, {advice}", FedAlloyWarning, stacklevel=2)
+            warnings.warn(f"{replica.model} has no feature maps, {advice}", FedAlloyWarning, stacklevel=2)
             return
         longer = nn.Sequential()
         for place, layer in enumerate(body.children()):
             longer.append(layer)
             if place in ends:
                 longer.append(Jitter(ends[place], self.prob, self.momentum))
-        site.net.body = longer
+        replica.net.body = longer
 
-    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
-        views = server.site.weights.buffer_layout.views(reply.items["share.buffers"])
-        for name in layers(server.site.net):
-            my.memo.setdefault(name, []).append(views[f"{name}.statistics"].double())
+    def on_reply(self, server: ServerView, my: State, reply: Reply) -> None:
+        views = server.replica.weights.buffer_layout.views(reply.items["share.buffers"])
+        for name in layers(server.replica.net):
+            my.scratch.setdefault(name, []).append(views[f"{name}.statistics"].double())
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         if len(server.participants) < 2:
             return  # one client has no variance: the old one stays
         server.buffers = server.buffers.clone()
-        views = server.site.weights.buffer_layout.views(server.buffers)
-        for name in layers(server.site.net):
-            statistics = torch.stack(my.memo[name])  # clients 2 K
+        views = server.replica.weights.buffer_layout.views(server.buffers)
+        for name in layers(server.replica.net):
+            statistics = torch.stack(my.scratch[name])  # clients 2 K
             between = statistics.var(0) if self.per_channel else statistics.var((0, 2))[:, None]
             views[f"{name}.variances"].copy_(between.expand_as(views[f"{name}.variances"]))
 

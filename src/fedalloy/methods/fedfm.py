@@ -15,7 +15,7 @@ from fedalloy.core.alloy import NOTHING, Alloy, Mechanism, Names, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, NonNegative, Positive
 from fedalloy.core.reduce import Fold
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientData, ClientView, ReplicaView, ServerView, StepView, outputs
 from fedalloy.core.wire import Items, Reply
 from fedalloy.mechanisms.class_means import ClassMeans, held_means
@@ -54,18 +54,18 @@ class ClassAnchors(ClassMeans):
     def query(self) -> Slots:
         return {} if self.one_trip else self._anchors
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         return super().upload(client, my) if self.one_trip else {}
 
-    def answer(self, site: ReplicaView, data: ClientData) -> Items:
-        z = torch.cat([out.features for out in outputs(site.net, data, data.x)])
+    def answer(self, replica: ReplicaView, data: ClientData) -> Items:
+        z = torch.cat([out.features for out in outputs(replica.net, data, data.x)])
         return {"means": held_means(z, data.y), "counts": data.counts}
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         if got:
             super().aggregate(server, my, self._equal(my, got) if self.equal_avg else got)
 
-    def on_answers(self, server: ServerView, my: Box, answers: Iterator[Reply]) -> None:
+    def on_answers(self, server: ServerView, my: State, answers: Iterator[Reply]) -> None:
         fold = Fold(self.query)
         for reply in answers:
             fold.add(reply)
@@ -81,12 +81,12 @@ class ClassAnchors(ClassMeans):
             "counts": replace(slots["counts"], reduce="all"),
         }
 
-    def _equal(self, my: Box, got: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _equal(self, my: State, got: Mapping[str, Any]) -> Mapping[str, Any]:
         """The holders' plain mean, with the old anchor for every client that lacks the class."""
         counts = torch.stack(list(got["counts"].values()))
         lacking = (counts == 0).to(got["means"].dtype).mean(0)[:, None]
-        mixed = torch.lerp(got["means"], my.keep["means"], lacking)
-        known = my.keep["seen"][:, None]
+        mixed = torch.lerp(got["means"], my.persistent["means"], lacking)
+        known = my.persistent["seen"][:, None]
         return {"means": torch.where(known, mixed, got["means"]), "counts": counts.sum(0)}
 
 
@@ -121,19 +121,19 @@ class Matching(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassAnchors(one_trip=self.one_trip, equal_avg=self.equal_avg),)
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        anchors = client.box(self.brings[0]).got
-        my.memo["A"], my.memo["seen"] = anchors["means"], anchors["seen"]
-        my.memo["on"] = bool(self.lam) and client.round - 1 >= self.start_round
+    def before_training(self, client: ClientView, my: State) -> None:
+        anchors = client.state_of(self.brings[0]).received
+        my.scratch["A"], my.scratch["seen"] = anchors["means"], anchors["seen"]
+        my.scratch["on"] = bool(self.lam) and client.round - 1 >= self.start_round
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        known = my.memo["seen"][step.y]
-        if not my.memo["on"] or not bool(known.any()):
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        known = my.scratch["seen"][step.y]
+        if not my.scratch["on"] or not bool(known.any()):
             return None
         z, y = step.out.features[known], step.y[known]
         if self.matching == "l2":
-            return self.lam * l2_matching(z, y, my.memo["A"])
-        return self.lam * contrastive_guiding(z, y, my.memo["A"], my.memo["seen"], self.tau)
+            return self.lam * l2_matching(z, y, my.scratch["A"])
+        return self.lam * contrastive_guiding(z, y, my.scratch["A"], my.scratch["seen"], self.tau)
 
 
 @recipe("FedFM", family="representation", paper="Ye et al., IEEE TSP 2023")

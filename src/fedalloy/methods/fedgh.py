@@ -15,7 +15,7 @@ from torch.func import functional_call
 from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, AtLeastZero, NonNegative, Width
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import each_mean, labelled, mean_features
@@ -50,26 +50,26 @@ class GlobalHead(Mechanism):
     def up(self) -> Slots:
         return each_mean()
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        server.weights = server.site.initial[server.site.shared].clone()
+    def init_server(self, server: ServerView, my: State) -> None:
+        server.weights = server.replica.initial[server.replica.shared].clone()
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
+    def download(self, server: ServerView, my: State, client: int) -> Items:
         return {"weights": server.weights}
 
-    def install(self, client: ClientView, my: Box) -> None:
-        client.weights.flat[client.site.shared] = my.got["weights"]
+    def install(self, client: ClientView, my: State) -> None:
+        client.weights.flat[client.replica.shared] = my.received["weights"]
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         if self.evaluate == "trained":
-            my.keep["head"] = client.weights.flat[client.site.shared].clone()
+            my.persistent["head"] = client.weights.flat[client.replica.shared].clone()
         return mean_features(client)
 
-    def adapt(self, client: ClientView, my: Box) -> None:
-        if "head" in my.keep:
-            client.weights.flat[client.site.shared] = my.keep["head"]
+    def adapt(self, client: ClientView, my: State) -> None:
+        if "head" in my.persistent:
+            client.weights.flat[client.replica.shared] = my.persistent["head"]
 
     @torch.enable_grad()
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         means, y = labelled(got)
         flat = server.weights.clone().requires_grad_()
         optimiser = torch.optim.SGD([flat], lr=self.lr)
@@ -84,7 +84,7 @@ class GlobalHead(Mechanism):
 
 def logits(server: ServerView, flat: Tensor, features: Tensor) -> Tensor:
     """What a head with these weights says of features."""
-    head = server.site.net.head
+    head = server.replica.net.head
     shapes = {name: weight.shape for name, weight in head.named_parameters()}
     pieces = torch.split(flat, [shape.numel() for shape in shapes.values()])
     weights = {name: p.view(shape) for (name, shape), p in zip(shapes.items(), pieces, strict=True)}

@@ -12,7 +12,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.net import Outputs
 from fedalloy.core.parameters import AtLeastOne, Positive, Share01
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, ReplicaView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.auxiliary import Auxiliary, smallest
@@ -29,10 +29,12 @@ class Student(Auxiliary):
 
     gives = frozenset({"an auxiliary model", "a map of features"})
 
-    def build(self, site: ReplicaView) -> None:
-        student = site.build_model(self.model or smallest(site))
-        site.net.bridge = nn.Linear(student.width, site.net.width, bias=False)  # before aux: it stays private
-        site.net.aux = student
+    def build(self, replica: ReplicaView) -> None:
+        student = replica.build_model(self.model or smallest(replica))
+        replica.net.bridge = nn.Linear(
+            student.width, replica.net.width, bias=False
+        )  # before aux: it stays private
+        replica.net.aux = student
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class StudentRate(Mechanism):
     def outermost(self) -> bool:
         return True
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         if client.local.optimizer != "sgd":
             raise FedAlloyError(f"{self} needs --optimizer sgd: others do not feel the length of a gradient")
-        my.memo["span"], my.memo["factor"] = client.weights.span("aux"), self.lr / client.local.lr
+        my.scratch["span"], my.scratch["factor"] = client.weights.span("aux"), self.lr / client.local.lr
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
-        g, span, factor = oracle(step), my.memo["span"], my.memo["factor"]
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
+        g, span, factor = oracle(step), my.scratch["span"], my.scratch["factor"]
         g[span] = factor * g[span] + (factor - 1) * step.client.local.weight_decay * step.weights[span]
         return g
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.share import Share
 
@@ -46,14 +46,14 @@ class Calibration(Mechanism):
     form: Form = "softmax"
     absent: Absent = "mask"
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         counts = client.data.counts
-        my.memo["margins"] = margins(counts, self.tau, self.absent)
-        my.memo["pairwise"] = self.form == "pairwise" and int((counts > 0).sum()) > 1
+        my.scratch["margins"] = margins(counts, self.tau, self.absent)
+        my.scratch["pairwise"] = self.form == "pairwise" and int((counts > 0).sum()) > 1
 
-    def task(self, step: StepView, my: Box) -> Tensor | None:
-        calibrated = step.out.logits - my.memo["margins"]
-        return (pairwise if my.memo["pairwise"] else F.cross_entropy)(calibrated, step.y)
+    def task(self, step: StepView, my: State) -> Tensor | None:
+        calibrated = step.out.logits - my.scratch["margins"]
+        return (pairwise if my.scratch["pairwise"] else F.cross_entropy)(calibrated, step.y)
 
 
 @recipe("FedLC", family="calibration", paper="Zhang et al., ICML 2022")

@@ -12,7 +12,7 @@ import torch
 from fedalloy.core.alloy import Alloy, Names, Slots, alloy
 from fedalloy.core.parameters import Momentum, NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Reply, Slot
@@ -56,12 +56,12 @@ class Normalised(Share):
             "tau": Slot(shape=(), least=0),
         }
 
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         super().init_server(server, my)
         if self.server_momentum:
-            my.keep["u"] = torch.zeros_like(server.weights)
+            my.persistent["u"] = torch.zeros_like(server.weights)
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         prox = client.method.find(Prox)
         a = normaliser(client.local, client.lr, client.steps, prox.mu if prox else 0.0)
         span, buffers = client.weights.span(self.part), client.weights.buffer_span(self.part)
@@ -74,17 +74,17 @@ class Normalised(Share):
             ),  # the authors' tau_eff with a prox term
         }
 
-    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
+    def weigh(self, server: ServerView, my: State, replies: Sequence[Reply]) -> Sequence[float]:
         sizes = [reply.samples if self.agg_weights == "size" else 1 for reply in replies]
         weights = [  # tau_k = 0 is left out
             size * float(reply.items["share.tau"] > 0) for size, reply in zip(sizes, replies, strict=True)
         ]
         return weights if any(weights) else [1.0] * len(replies)
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         update = got["tau"] * got["update"]
         if self.server_momentum:
-            update = my.keep["u"] = self.server_momentum * my.keep["u"] + update
+            update = my.persistent["u"] = self.server_momentum * my.persistent["u"] + update
         self.step(server, server.weights + update, got["buffers"])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import Count, NonNegative, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ServerView, StepView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.core.wire import Items, Slot
@@ -42,15 +42,15 @@ class CentroidAlignment(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (ClassMeans(),)
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        got = client.box(ClassMeans()).got
+    def before_training(self, client: ClientView, my: State) -> None:
+        got = client.state_of(ClassMeans()).received
         targets, seen, held = got["means"].clone(), got["seen"], client.data.counts > 0
-        my.memo["targets"] = targets if bool(seen.any()) else None
+        my.scratch["targets"] = targets if bool(seen.any()) else None
         if bool(seen.any()) and bool((held & ~seen).any()):
             targets[held & ~seen] = held_means(features(client), client.data.y)[~seen[held]]
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        z, targets = step.out.features, my.memo["targets"]
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        z, targets = step.out.features, my.scratch["targets"]
         if not self.lam or targets is None or not z.requires_grad:
             return None
         return self.lam * F.mse_loss(z, targets[step.y])
@@ -81,35 +81,35 @@ class HeadCombination(Mechanism):
     def up(self) -> Slots:
         return {"head": Slot("all"), "H": Slot("all", ("classes", "features")), "V": Slot("all", (), least=0)}
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        my.keep["mean"] = server.site.initial[server.site.weights.span(self.part)].clone()
+    def init_server(self, server: ServerView, my: State) -> None:
+        my.persistent["mean"] = server.replica.initial[server.replica.weights.span(self.part)].clone()
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        first = server.site.initial[server.site.weights.span(self.part)]
-        return {"head": my.keep.get(f"head{client}", first)}
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        first = server.replica.initial[server.replica.weights.span(self.part)]
+        return {"head": my.persistent.get(f"head{client}", first)}
 
-    def install(self, client: ClientView, my: Box) -> None:
-        client.weights.flat[client.weights.span(self.part)] = my.got["head"]
+    def install(self, client: ClientView, my: State) -> None:
+        client.weights.flat[client.weights.span(self.part)] = my.received["head"]
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["H"], my.memo["V"] = statistics(features(client), client.data.y, client.data.classes)
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["H"], my.scratch["V"] = statistics(features(client), client.data.y, client.data.classes)
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         head = client.weights.flat[client.weights.span(self.part)].clone()
-        return {"head": head, "H": my.memo["H"], "V": my.memo["V"]}
+        return {"head": head, "H": my.scratch["H"], "V": my.scratch["V"]}
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         H, V, heads = (torch.stack(list(got[name].values())).double() for name in ("H", "V", "head"))
         n = torch.tensor([reply.samples for reply in server.participants], dtype=torch.float64)
         combined = (combination(H.flatten(1), V) @ heads).to(server.weights.dtype)
-        my.keep |= {f"head{k}": head.clone() for k, head in zip(got["head"], combined, strict=True)}
-        my.keep["mean"] = (n / n.sum() @ heads).to(server.weights.dtype)
+        my.persistent |= {f"head{k}": head.clone() for k, head in zip(got["head"], combined, strict=True)}
+        my.persistent["mean"] = (n / n.sum() @ heads).to(server.weights.dtype)
 
-    def eval_models(self, server: ServerView, my: Box) -> dict[str, tuple[Tensor, Tensor]]:
+    def eval_models(self, server: ServerView, my: State) -> dict[str, tuple[Tensor, Tensor]]:
         share = server.method.find(Share)
         assert share is not None  # fedpac shares the body
-        flat, buffers = server.site.whole(share.part, server.weights, server.buffers)
-        flat[server.site.weights.span(self.part)] = my.keep["mean"]
+        flat, buffers = server.replica.whole(share.part, server.weights, server.buffers)
+        flat[server.replica.weights.span(self.part)] = my.persistent["mean"]
         return {"global": (flat, buffers)}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Width
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, StepView
 from fedalloy.mechanisms.class_means import ClassMeans, RunningMeans, prototypes
 from fedalloy.mechanisms.common_width import CommonWidth
@@ -29,15 +29,15 @@ class PrototypePull(Mechanism):
 
     needs = frozenset({"class means of features"})
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["P"], my.memo["seen"] = prototypes(client)
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["P"], my.scratch["seen"] = prototypes(client)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        known = my.memo["seen"][step.y]
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        known = my.scratch["seen"][step.y]
         if not self.lam or not bool(known.any()):
             return None
         z = step.out.features
-        gap: Tensor = (z[known] - my.memo["P"][step.y[known]]).square().sum()
+        gap: Tensor = (z[known] - my.scratch["P"][step.y[known]]).square().sum()
         return self.lam * gap / z.numel()
 
 
@@ -47,7 +47,7 @@ class NearestPrototype(Mechanism):
 
     needs = frozenset({"class means of features"})
 
-    def predict(self, step: StepView, my: Box) -> Tensor | None:
+    def predict(self, step: StepView, my: State) -> Tensor | None:
         means, seen = prototypes(step.client)
         if not bool(seen.any()):
             return None

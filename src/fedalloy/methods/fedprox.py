@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Fraction, NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
@@ -28,7 +28,7 @@ class Prox(Mechanism):
 
     needs = frozenset({"shared weights"})
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
         if self.mu:
             span = step.client.weights.span(self.part)
@@ -43,7 +43,7 @@ class Stragglers(Mechanism):
     fraction: Fraction = 0.0
     epochs: tuple[AtLeastOne, ...] = ()
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase] | None:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase] | None:
         if client.local.steps is not None:
             raise FedAlloyError(
                 "stragglers save epochs, but local work is counted in steps; leave --steps out"

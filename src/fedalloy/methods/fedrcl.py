@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Depth, Fraction, NonNegative, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ReplicaView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.clip import Clip
@@ -40,19 +40,19 @@ class Relaxed(Mechanism):
     topk_neg: AtLeastOne = 2
     levels: tuple[Depth, ...] = ()
 
-    def build(self, site: ReplicaView) -> None:
-        found = max(1, len(depths(site.net, site.inputs)))
+    def build(self, replica: ReplicaView) -> None:
+        found = max(1, len(depths(replica.net, replica.inputs)))
         if self.levels and max(self.levels) >= found:
-            raise FedAlloyError(f"{self}: {site.model} has the levels 0 to {found - 1}; pick among these")
+            raise FedAlloyError(f"{self}: {replica.model} has the levels 0 to {found - 1}; pick among these")
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        if (self.w_s or self.w_p) and "levels" not in client.site.memo:
-            client.site.memo["levels"] = Levels(client.net, client.site.inputs)
+    def before_training(self, client: ClientView, my: State) -> None:
+        if (self.w_s or self.w_p) and "levels" not in client.replica.memo:
+            client.replica.memo["levels"] = Levels(client.net, client.replica.inputs)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if not self.w_s and not self.w_p:
             return None
-        heard: Levels = step.client.site.memo["levels"]
+        heard: Levels = step.client.replica.memo["levels"]
         levels = heard.pooled or [step.out.features]  # a net whose activations are no modules
         chosen = [levels[i] for i in self.levels] or levels
         return torch.stack([self._at(z, step.y) for z in chosen]).mean()

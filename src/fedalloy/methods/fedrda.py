@@ -15,7 +15,7 @@ from fedalloy.core.alloy import NOTHING, Alloy, Mechanism, Names, alloy
 from fedalloy.core.frozen import Frozen
 from fedalloy.core.parameters import Layers, NonNegative, Share01
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Findings, Oracle, ReplicaView, StepView
 from fedalloy.errors import FedAlloyError
 from fedalloy.mechanisms.share import Share
@@ -48,18 +48,18 @@ class CompactHead(Mechanism):
     def claims(self) -> Names:
         return NOTHING if self.main_loss else frozenset({"the neck", "the head's bias"})
 
-    def build(self, site: ReplicaView) -> None:
+    def build(self, replica: ReplicaView) -> None:
         if self.encoder == "orthogonal" and self.depth > 1:
             raise FedAlloyError(f"an orthogonal encoder is one map; leave depth={self.depth} out")
-        r1 = max(2, round(self.width * site.net.width))  # at least one direction inside and one outside
-        site.net.compact = compact = Compact(site.net.width, r1, site.inputs.classes, self)
+        r1 = max(2, round(self.width * replica.net.width))  # at least one direction inside and one outside
+        replica.net.compact = compact = Compact(replica.net.width, r1, replica.inputs.classes, self)
         if not self.main_loss:
-            site.net.neck, site.net.head = compact.encoder, compact.head
+            replica.net.neck, replica.net.head = compact.encoder, compact.head
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         compact, out = compact_of(step.client.net), step.out
         z, logits = compact(out.features) if self.main_loss else (out.embedding, out.logits)
-        my.memo["out"] = z, logits
+        my.scratch["out"] = z, logits
         terms: list[Tensor] = []
         if self.main_loss and self.alpha:
             terms.append(F.cross_entropy(logits, step.y))  # L_e (Eq 4)
@@ -178,44 +178,48 @@ class Deviation(Mechanism):
     def brings(self) -> tuple[Mechanism, ...]:
         return (self.compact,)
 
-    def build(self, site: ReplicaView) -> None:
-        r1 = compact_of(site.net).head.in_features
+    def build(self, replica: ReplicaView) -> None:
+        r1 = compact_of(replica.net).head.in_features
         if self._rank(r1) >= r1:
             raise FedAlloyError(f"rank={self.rank:g} leaves nothing of {r1} compact features; lower it")
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         if not self.gamma or not client.data.samples:
             return
-        my.memo["frozen"] = client.frozen(client.received, client.received_buffers)
-        my.memo["o_g"] = origin(compact_of(my.memo["frozen"].net).head)
-        my.memo["z_g"], my.memo["l_g"] = self._seen(client, my.memo["frozen"])
-        my.memo["S_g"] = my.memo["S_l"] = self._space(my.memo["z_g"])  # epoch 0: the two models agree
-        my.memo["epoch"] = 0
+        my.scratch["frozen"] = client.frozen(client.received, client.received_buffers)
+        my.scratch["o_g"] = origin(compact_of(my.scratch["frozen"].net).head)
+        my.scratch["z_g"], my.scratch["l_g"] = self._seen(client, my.scratch["frozen"])
+        my.scratch["S_g"] = my.scratch["S_l"] = self._space(
+            my.scratch["z_g"]
+        )  # epoch 0: the two models agree
+        my.scratch["epoch"] = 0
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
-        if self.gamma and step.epoch != my.memo["epoch"]:  # the epoch's first batch, before its forward pass
-            my.memo["epoch"] = step.epoch
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
+        if (
+            self.gamma and step.epoch != my.scratch["epoch"]
+        ):  # the epoch's first batch, before its forward pass
+            my.scratch["epoch"] = step.epoch
             z_l, _ = self._seen(step.client)
-            my.memo["S_l"] = self._space(z_l)
+            my.scratch["S_l"] = self._space(z_l)
         return oracle(step)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if not self.gamma:
             return None
-        z, logits = step.client.box(self.compact).memo["out"]
+        z, logits = step.client.state_of(self.compact).scratch["out"]
         z_b, l_b = z - origin(compact_of(step.client.net).head), self._scores(logits)
         z_g, l_g = self._frozen(step, my)
         u_g, u_l = (
             distance(z_b, S, l_b, self.kappa) - distance(z_g, S, l_g)
-            for S in (my.memo["S_g"], my.memo["S_l"])
+            for S in (my.scratch["S_g"], my.scratch["S_l"])
         )
         return self.gamma * (deviation(u_g, u_l, l_b) + consistency(u_g, u_l))  # of one sample, U is 0
 
-    def examine_client(self, client: ClientView, my: Box) -> Findings:
-        if "S_g" not in my.memo:
+    def examine_client(self, client: ClientView, my: State) -> Findings:
+        if "S_g" not in my.scratch:
             return {}
         z, _ = self._seen(client)
-        left = (z @ my.memo["S_g"]).double().square().sum() / z.double().square().sum()
+        left = (z @ my.scratch["S_g"]).double().square().sum() / z.double().square().sum()
         return {"share of local features outside the global space": float(left)}
 
     def _rank(self, r1: int) -> int:
@@ -235,14 +239,14 @@ class Deviation(Mechanism):
         return z - origin(compact.head), self._scores(logits)
 
     @torch.no_grad()
-    def _frozen(self, step: StepView, my: Box) -> tuple[Tensor, Tensor]:
+    def _frozen(self, step: StepView, my: State) -> tuple[Tensor, Tensor]:
         """z - o and l of a batch by the frozen model: known since the round began, unless the batch is augmented."""
         if not step.client.data.prepare.augments:
-            return my.memo["z_g"][step.index], my.memo["l_g"][step.index]
-        frozen: Frozen = my.memo["frozen"]
+            return my.scratch["z_g"][step.index], my.scratch["l_g"][step.index]
+        frozen: Frozen = my.scratch["frozen"]
         compact = compact_of(frozen.net)
         z, logits = compact(frozen(step.x).features)
-        return z - my.memo["o_g"], self._scores(logits)
+        return z - my.scratch["o_g"], self._scores(logits)
 
 
 @recipe("FedRDA", family="representation", paper="Yao et al., IEEE TII 2025")

@@ -10,7 +10,7 @@ from typing import Literal
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Count, Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import ClientView
 from fedalloy.core.weights import BASE, HEAD
 from fedalloy.errors import FedAlloyError
@@ -35,7 +35,7 @@ class Alternate(Mechanism):
 
     spoils = frozenset({"an auxiliary model", "compact features"})  # neither phase would train them
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase]:
         if client.local.steps is not None:
             raise FedAlloyError(
                 f"{self} counts epochs of head and body, but local work is counted in steps; leave --steps out"

@@ -14,7 +14,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, NonNegative
 from fedalloy.core.random import generator
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import EVAL_BATCH, ClientView, Oracle, ReplicaView, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError, FedAlloyWarning
@@ -39,49 +39,49 @@ class SubspaceConstraint(Mechanism):
     rank: AtLeastOne = 3
     every: AtLeastOne = 3
 
-    def build(self, site: ReplicaView) -> None:
-        layers = own_layers(site.net)
+    def build(self, replica: ReplicaView) -> None:
+        layers = own_layers(replica.net)
         if not layers:
-            raise FedAlloyError(f"{site.model} has no linear, convolutional or norm layer to constrain")
+            raise FedAlloyError(f"{replica.model} has no linear, convolutional or norm layer to constrain")
         if self.p > len(layers) / 2:
-            covered = f"{min(self.p, len(layers))} of the {len(layers)} layers of {site.model}"
+            covered = f"{min(self.p, len(layers))} of the {len(layers)} layers of {replica.model}"
             advice = "for small nets start from p <= 2 and mu <= 0.1"
             warnings.warn(
                 f"the subspace constraint covers {covered}; {advice}", FedAlloyWarning, stacklevel=2
             )
 
-    def init_client(self, client: ClientView, my: Box) -> None:
+    def init_client(self, client: ClientView, my: State) -> None:
         draw = generator(client.seed, client.id, "subspace")
         length = len(client.weights.flat[self._span(client)])
         drawn = torch.linalg.qr(torch.randn(length, self.rank, generator=draw)).Q
-        my.keep["P"] = drawn.to(client.site.device)
+        my.persistent["P"] = drawn.to(client.replica.device)
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["span"] = span = self._span(client)
-        my.memo["began"] = client.received[span]
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["span"] = span = self._span(client)
+        my.scratch["began"] = client.received[span]
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
         if self.mu:
-            delta, P = self._moved(step.client, my), my.keep["P"]
-            g[my.memo["span"]] += 2 * self.mu * outside(delta, P)
+            delta, P = self._moved(step.client, my), my.persistent["P"]
+            g[my.scratch["span"]] += 2 * self.mu * outside(delta, P)
         return g
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         delta = self._moved(client, my)
         due = (client.round - 1) % self.every == 0  # t mod s = 0; rounds are counted from 1, t from 0
         if due and bool(torch.isfinite(delta).all()):  # else diverged, and an SVD would raise
-            pair = torch.cat([my.keep["P"], delta[:, None]], dim=1)
-            my.keep["P"] = torch.linalg.svd(pair, full_matrices=False).U[:, : self.rank].contiguous()
+            pair = torch.cat([my.persistent["P"], delta[:, None]], dim=1)
+            my.persistent["P"] = torch.linalg.svd(pair, full_matrices=False).U[:, : self.rank].contiguous()
         return {}
 
     def _span(self, client: ClientView) -> slice:
         first = own_layers(client.net)[-self.p :][0]
         return slice(client.weights.span(first).start, client.weights.span("main").stop)
 
-    def _moved(self, client: ClientView, my: Box) -> Tensor:
+    def _moved(self, client: ClientView, my: State) -> Tensor:
         """delta (Eq 9)."""
-        moved: Tensor = client.weights.flat[my.memo["span"]] - my.memo["began"]
+        moved: Tensor = client.weights.flat[my.scratch["span"]] - my.scratch["began"]
         return moved
 
 
@@ -111,7 +111,7 @@ class Contribution(Mechanism):
     def up(self) -> Slots:
         return {"moved": Slot("all", (), least=0), "shifted": Slot("all", (), least=0)}
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         span = client.weights.span("aux")
         moved = (client.weights.flat[span] - client.received[span]).norm()
         before = client.frozen(client.received, client.received_buffers).net.aux
@@ -121,7 +121,7 @@ class Contribution(Mechanism):
             total += (client.net.aux(batch).features - before(batch).features).double().square().sum()
         return {"moved": moved, "shifted": (total if self.squared else total.sqrt()).to(moved.dtype)}
 
-    def weigh(self, server: ServerView, my: Box, replies: Sequence[Reply]) -> Sequence[float]:
+    def weigh(self, server: ServerView, my: State, replies: Sequence[Reply]) -> Sequence[float]:
         shares = [contributions([float(r.items[f"{self.label}.{f}"]) for r in replies]) for f in self.up]
         return [sum(both) / 2 for both in zip(*shares, strict=True)]  # W_m (Eq 15): either share sums to 1
 

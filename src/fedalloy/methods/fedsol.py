@@ -14,7 +14,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative, Positive
 from fedalloy.core.random import seeded
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, StepView
 from fedalloy.core.weights import Weights
 from fedalloy.mechanisms.share import Share
@@ -51,11 +51,11 @@ class Perturbed(Mechanism):
 
     needs = frozenset({"global model"})
 
-    def before_training(self, client: ClientView, my: Box) -> None:
+    def before_training(self, client: ClientView, my: State) -> None:
         if self.rho:
-            my.memo["global"] = client.frozen(client.received, client.received_buffers)
+            my.scratch["global"] = client.frozen(client.received, client.received_buffers)
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         if not self.rho:
             return oracle(step)
         weights, epsilon = step.client.weights, self.perturbation(step, my)
@@ -67,10 +67,10 @@ class Perturbed(Mechanism):
             now.copy_(then)
         return g
 
-    def perturbation(self, step: StepView, my: Box) -> Tensor:
+    def perturbation(self, step: StepView, my: State) -> Tensor:
         """eps: rho times the unit vector along which the global model's knowledge is lost the fastest."""
         at, weights = step.client, step.client.weights
-        known = step.seen_by(my.memo["global"]).logits
+        known = step.seen_by(my.scratch["global"]).logits
         weights.grad.zero_()
         dropout = seeded(at.seed, at.round, at.id, at.steps, "proximal")  # the task's own is left alone
         with torch.enable_grad(), dropout:

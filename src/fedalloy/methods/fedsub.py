@@ -12,7 +12,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Names, alloy
 from fedalloy.core.parameters import AtLeastOne, Positive, Share01
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.errors import FedAlloyError
@@ -39,46 +39,46 @@ class Duals(Subspace):
     def needs(self) -> Names:
         return super().needs | {"mean updates"}
 
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         if not server.local.plain_sgd:
             raise FedAlloyError(
                 "FedSub's dual step needs plain SGD; use --optimizer sgd --momentum 0 --weight-decay 0"
             )
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.keep["dual"] = self._renewed(client, my)
-        my.memo["push"] = my.keep["dual"] / (client.lr * _planned(client))
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.persistent["dual"] = self._renewed(client, my)
+        my.scratch["push"] = my.persistent["dual"] / (client.lr * _planned(client))
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
-        site, round = step.client.site, step.client.round
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
+        replica, round = step.client.replica, step.client.round
         g = oracle(step)
-        projected = torch.cat([self._scaled(block, g) for block in self.blocks(site, round)])
-        return self.decode(site, projected + my.memo["push"], round)
+        projected = torch.cat([self._scaled(block, g) for block in self.blocks(replica, round)])
+        return self.decode(replica, projected + my.scratch["push"], round)
 
-    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: State, items: Items) -> None:
         moved = items["share.weights"] - client.received
-        my.keep["B"] = self.encode(client.site, moved, client.round)
-        my.keep["round"] = torch.tensor(client.round)
+        my.persistent["B"] = self.encode(client.replica, moved, client.round)
+        my.persistent["round"] = torch.tensor(client.round)
 
     def _scaled(self, block: Block, g: Tensor) -> Tensor:
         return block.projected(g) * self.scale if block.cut.rank else block.projected(g)
 
-    def _renewed(self, client: ClientView, my: Box) -> Tensor:
+    def _renewed(self, client: ClientView, my: State) -> Tensor:
         """Lambda in this round's coordinates."""
-        site, cuts = client.site, self.cuts(client.site)
-        if "B" not in my.keep:
-            return client.weights.flat.new_zeros(self.coded_size(site))
-        dual, then, got = my.keep["dual"], int(my.keep["round"]), client.boxes["share"].got
+        replica, cuts = client.replica, self.cuts(client.replica)
+        if "B" not in my.persistent:
+            return client.weights.flat.new_zeros(self.coded_size(replica))
+        dual, then, got = my.persistent["dual"], int(my.persistent["round"]), client.states["share"].received
         # The first missed update is the mean of the client's own last round, unless its reply was refused then or it
         # stayed away so long that the dense weights came instead: the dual waits.
         if len(got["updates"]) and int(got["since"]) == then:
-            moved = my.keep["B"] - got["updates"][: len(dual)]
+            moved = my.persistent["B"] - got["updates"][: len(dual)]
             dual = dual + moved * torch.cat(
                 [dual.new_full((cut.coded_size,), float(cut.rank > 0)) for cut in cuts]
             )
         if self.transport and self.epoch(then) != self.epoch(client.round):
-            full = self.decode(site, dual, then)
-            dual = torch.cat([block.projected(full) for block in self.blocks(site, client.round)])
+            full = self.decode(replica, dual, then)
+            dual = torch.cat([block.projected(full) for block in self.blocks(replica, client.round)])
         return dual
 
 
@@ -87,7 +87,7 @@ def _planned(client: ClientView) -> int:
     if client.local.steps is not None:
         return client.local.steps
     whole, rest = divmod(client.data.samples, client.local.batch)
-    single = rest == 1 and client.site.has_batchnorm  # a batch that is left out
+    single = rest == 1 and client.replica.has_batchnorm  # a batch that is left out
     return max(1, client.local.epochs * (whole + (rest > 0) - single))
 
 

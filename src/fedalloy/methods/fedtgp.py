@@ -15,7 +15,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, Slots, alloy
 from fedalloy.core.parameters import AtLeastOne, AtLeastZero, NonNegative, Width
 from fedalloy.core.random import seeded
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ServerView
 from fedalloy.core.wire import Items, Slot
 from fedalloy.mechanisms.class_means import each_mean, held_means, labelled, mean_features
@@ -79,21 +79,21 @@ class TrainedPrototypes(Mechanism):
     def up(self) -> Slots:
         return each_mean()
 
-    def init_server(self, server: ServerView, my: Box) -> None:
+    def init_server(self, server: ServerView, my: State) -> None:
         self._store(my, self._net(server))
-        my.keep["seen"] = torch.zeros(server.site.inputs.classes, dtype=torch.bool)
+        my.persistent["seen"] = torch.zeros(server.replica.inputs.classes, dtype=torch.bool)
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        return {"means": my.keep["P"], "seen": my.keep["seen"]}
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        return {"means": my.persistent["P"], "seen": my.persistent["seen"]}
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         return mean_features(client)
 
     @torch.enable_grad()
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         means, y = labelled(got)
         net = self._net(server)
-        net.load_state_dict({name: my.keep[f"net.{name}"] for name in net.state_dict()})
+        net.load_state_dict({name: my.persistent[f"net.{name}"] for name in net.state_dict()})
         lr = server.local.rate(server.round) if self.lr is None else self.lr
         optimiser, delta = torch.optim.SGD(net.parameters(), lr=lr), margin(means, y, self.tau)
         for epoch in range(self.epochs):
@@ -103,15 +103,15 @@ class TrainedPrototypes(Mechanism):
                 contrast(means[index], y[index], net(), delta).backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
         self._store(my, net)
-        my.keep["seen"] = torch.ones_like(my.keep["seen"])
+        my.persistent["seen"] = torch.ones_like(my.persistent["seen"])
 
     def _net(self, server: ServerView) -> Prototypes:
         with seeded(server.seed, "init", "prototypes"):
-            return Prototypes(server.site.inputs.classes, server.site.net.width)
+            return Prototypes(server.replica.inputs.classes, server.replica.net.width)
 
-    def _store(self, my: Box, net: Prototypes) -> None:
-        my.keep |= {f"net.{name}": value.detach() for name, value in net.state_dict().items()}
-        my.keep["P"] = net().detach()
+    def _store(self, my: State, net: Prototypes) -> None:
+        my.persistent |= {f"net.{name}": value.detach() for name, value in net.state_dict().items()}
+        my.persistent["P"] = net().detach()
 
 
 @recipe("FedTGP", family="different models", paper="Zhang, Liu, Hua, Cao, AAAI 2024, arXiv 2401.03230")

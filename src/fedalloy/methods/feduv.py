@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import NonNegative
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.mechanisms.share import Share
 
@@ -43,7 +43,7 @@ class Variance(Mechanism):
 
     lambda_v: NonNegative = 2.5
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         if not self.lambda_v or len(step.y) < 2:
             return None
         return self.lambda_v * variance_gap(step.out.logits)
@@ -55,7 +55,7 @@ class Uniformity(Mechanism):
 
     lambda_u: NonNegative = 0.5
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         term = uniformity(step.out.embedding) if self.lambda_u else None
         return None if term is None else self.lambda_u * term
 

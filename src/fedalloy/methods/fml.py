@@ -12,7 +12,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Positive, Share01
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import StepView
 from fedalloy.mechanisms.auxiliary import Auxiliary
 from fedalloy.mechanisms.clip import Clip
@@ -36,10 +36,10 @@ class Meme(Mechanism):
     needs = frozenset({"an auxiliary model"})
     claims = frozenset({"the auxiliary model's loss"})
 
-    def task(self, step: StepView, my: Box) -> Tensor | None:
+    def task(self, step: StepView, my: State) -> Tensor | None:
         return self.alpha * F.cross_entropy(step.out.logits, step.y)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
         own, meme = step.out.logits, auxiliary_outputs(step).logits
         loss = self.beta * F.cross_entropy(meme, step.y)
         per = 1 if self.kl == "sum" else own.shape[1]

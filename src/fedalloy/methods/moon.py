@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import Few, NonNegative, Positive, Width
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, ReplicaView, StepView
 from fedalloy.core.wire import Items
 from fedalloy.mechanisms.share import Share
@@ -27,13 +27,13 @@ class Projector(Mechanism):
 
     claims = frozenset({"the neck"})
 
-    def build(self, site: ReplicaView) -> None:
-        features = site.net.width
-        site.net.neck = nn.Sequential(
+    def build(self, replica: ReplicaView) -> None:
+        features = replica.net.width
+        replica.net.neck = nn.Sequential(
             nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.width)
         )
-        biased = getattr(site.net.head, "bias", None) is not None
-        site.net.head = nn.Linear(self.width, site.inputs.classes, bias=biased)
+        biased = getattr(replica.net.head, "bias", None) is not None
+        replica.net.head = nn.Linear(self.width, replica.inputs.classes, bias=biased)
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,31 @@ class Contrast(Mechanism):
 
     needs = frozenset({"global model"})
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        previous = [i for i in range(self.buffer_size) if f"prev{i}" in my.keep] if self.mu else []
-        my.memo["prev"] = [client.frozen(my.keep[f"prev{i}"], my.keep[f"stats{i}"]) for i in previous]
+    def before_training(self, client: ClientView, my: State) -> None:
+        previous = [i for i in range(self.buffer_size) if f"prev{i}" in my.persistent] if self.mu else []
+        my.scratch["prev"] = [
+            client.frozen(my.persistent[f"prev{i}"], my.persistent[f"stats{i}"]) for i in previous
+        ]
         if previous:  # a client's first participation has nothing to contrast with
-            my.memo["global"] = client.frozen(client.received, client.received_buffers)
+            my.scratch["global"] = client.frozen(client.received, client.received_buffers)
 
-    def loss(self, step: StepView, my: Box) -> Tensor | None:
-        if not my.memo["prev"]:
+    def loss(self, step: StepView, my: State) -> Tensor | None:
+        if not my.scratch["prev"]:
             return None
-        references = [step.seen_by(net).embedding for net in (my.memo["global"], *my.memo["prev"])]
+        references = [step.seen_by(net).embedding for net in (my.scratch["global"], *my.scratch["prev"])]
         return self.mu * contrast(step.out.embedding, references, self.temperature)
 
-    def upload(self, client: ClientView, my: Box) -> Items:
+    def upload(self, client: ClientView, my: State) -> Items:
         for i in reversed(range(1, self.buffer_size)):  # first in, first out: prev0 is the newest
-            if f"prev{i - 1}" in my.keep:
-                my.keep[f"prev{i}"], my.keep[f"stats{i}"] = my.keep[f"prev{i - 1}"], my.keep[f"stats{i - 1}"]
-        my.keep["prev0"], my.keep["stats0"] = client.weights.flat.clone(), client.weights.buffers.clone()
+            if f"prev{i - 1}" in my.persistent:
+                my.persistent[f"prev{i}"], my.persistent[f"stats{i}"] = (
+                    my.persistent[f"prev{i - 1}"],
+                    my.persistent[f"stats{i - 1}"],
+                )
+        my.persistent["prev0"], my.persistent["stats0"] = (
+            client.weights.flat.clone(),
+            client.weights.buffers.clone(),
+        )
         return {}
 
 

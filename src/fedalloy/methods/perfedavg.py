@@ -18,7 +18,7 @@ from fedalloy.core.alloy import Alloy, Mechanism, alloy
 from fedalloy.core.parameters import AtLeastOne, Count, NonNegative, Positive
 from fedalloy.core.random import seeded
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.views import EVAL_BATCH, ClientView, Oracle, StepView
 from fedalloy.mechanisms.label_loss import label_loss
 from fedalloy.mechanisms.share import Share
@@ -40,14 +40,14 @@ class Meta(Mechanism):
     delta: Positive = 1e-3
     inner_batch: Literal["independent", "same"] = "independent"
 
-    def phases(self, client: ClientView, my: Box, epochs: int) -> Sequence[Phase]:
+    def phases(self, client: ClientView, my: State, epochs: int) -> Sequence[Phase]:
         rate = replace(client.local, lr=self.beta).rate(client.round)
         return [Phase(epochs, lr=rate, steps=client.local.steps, plain=True)]
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["streams"] = {name: shuffled(client, name) for name in ("inner", "curvature")}
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["streams"] = {name: shuffled(client, name) for name in ("inner", "curvature")}
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         client, w = step.client, step.weights.clone()
         with aside(client, "inner"):
             step.weights.sub_(self.alpha * oracle(self._batch(step, my, "inner")))
@@ -70,8 +70,8 @@ class Meta(Mechanism):
         with aside(step.client, "curvature"):  # the same dropout on either side
             return oracle(step).clone()
 
-    def _batch(self, step: StepView, my: Box, name: str) -> StepView:
-        batch: StepView = copy.copy(step) if self.inner_batch == "same" else next(my.memo["streams"][name])
+    def _batch(self, step: StepView, my: State, name: str) -> StepView:
+        batch: StepView = copy.copy(step) if self.inner_batch == "same" else next(my.scratch["streams"][name])
         return batch
 
 
@@ -81,7 +81,7 @@ def shuffled(client: ClientView, name: str) -> Iterator[StepView]:
     for lap in count():
         order, augment = client.rng(lap, name, "batches"), client.rng(lap, name, "augment")
         for index in torch.split(torch.randperm(data.samples, generator=order), client.local.batch):
-            if len(index) > 1 or not client.site.has_batchnorm:
+            if len(index) > 1 or not client.replica.has_batchnorm:
                 yield client.step(data.prepare(data.x[index], augment), data.y[index], index, lap)
 
 
@@ -121,7 +121,7 @@ class InnerSteps(Mechanism):
     def outermost(self) -> bool:  # whatever else makes up the personal model comes before
         return True
 
-    def adapt(self, client: ClientView, my: Box) -> None:
+    def adapt(self, client: ClientView, my: State) -> None:
         samples = client.data.samples
         for _ in range(self.steps):
             client.weights.grad.zero_()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Mechanism, Names, Slots, alloy
 from fedalloy.core.parameters import Positive
 from fedalloy.core.registry import recipe
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.views import ClientView, Oracle, ServerView, StepView
 from fedalloy.core.wire import Items, Reply, Slot
 from fedalloy.errors import FedAlloyError
@@ -50,77 +50,77 @@ class Control(Mechanism):
             else {"dc": Slot(fold, increment=True)}
         )
 
-    def init_server(self, server: ServerView, my: Box) -> None:
-        my.keep["c"] = torch.zeros_like(server.weights)
+    def init_server(self, server: ServerView, my: State) -> None:
+        my.persistent["c"] = torch.zeros_like(server.weights)
 
-    def download(self, server: ServerView, my: Box, client: int) -> Items:
-        return {"c": my.keep["c"]}
+    def download(self, server: ServerView, my: State, client: int) -> Items:
+        return {"c": my.persistent["c"]}
 
-    def init_client(self, client: ClientView, my: Box) -> None:
-        my.keep["c_k"] = client.weights.zeros()
+    def init_client(self, client: ClientView, my: State) -> None:
+        my.persistent["c_k"] = client.weights.zeros()
 
-    def before_training(self, client: ClientView, my: Box) -> None:
-        my.memo["correction"] = my.got["c"] - my.keep["c_k"]
+    def before_training(self, client: ClientView, my: State) -> None:
+        my.scratch["correction"] = my.received["c"] - my.persistent["c_k"]
         rule = self._rule(client)
         if self.lean_upload and rule != "option2":
             raise FedAlloyError(
                 f"lean_upload rebuilds c_k by option II, which {rule} does not follow; "
                 "use plain SGD (--optimizer sgd --momentum 0) or lean_upload=False"
             )
-        my.memo["sum"] = client.weights.zeros() if rule == "mean_grad" else None
+        my.scratch["sum"] = client.weights.zeros() if rule == "mean_grad" else None
 
-    def gradient(self, step: StepView, my: Box, oracle: Oracle) -> Tensor:
+    def gradient(self, step: StepView, my: State, oracle: Oracle) -> Tensor:
         g = oracle(step)
-        if my.memo["sum"] is not None:
-            my.memo["sum"] += g + _decay(step.client) * step.weights
-        corrected: Tensor = g + my.memo["correction"]
+        if my.scratch["sum"] is not None:
+            my.scratch["sum"] += g + _decay(step.client) * step.weights
+        corrected: Tensor = g + my.scratch["correction"]
         return corrected
 
-    def upload(self, client: ClientView, my: Box) -> Items:
-        dc = self._renewed(client, my) - my.keep["c_k"] if client.steps else client.weights.zeros()
+    def upload(self, client: ClientView, my: State) -> Items:
+        dc = self._renewed(client, my) - my.persistent["c_k"] if client.steps else client.weights.zeros()
         dc = client.as_sent(dc)  # both ends apply the same change, also where a codec loses a part of it
         if self.lean_upload:
-            my.keep["c_k"] += dc
+            my.persistent["c_k"] += dc
             return {"steps": torch.tensor(float(client.steps))}
         return {"dc": dc}
 
-    def after_upload(self, client: ClientView, my: Box, items: Items) -> None:
+    def after_upload(self, client: ClientView, my: State, items: Items) -> None:
         if not self.lean_upload:
-            my.keep["c_k"] += items[f"{self.label}.dc"]
+            my.persistent["c_k"] += items[f"{self.label}.dc"]
 
     def implements(self, hook: str) -> bool:
         return super().implements(hook) and (hook != "on_reply" or self.lean_upload)
 
-    def on_reply(self, server: ServerView, my: Box, reply: Reply) -> None:
+    def on_reply(self, server: ServerView, my: State, reply: Reply) -> None:
         steps = float(reply.items["control.steps"]) if self.lean_upload else 0.0
         if steps:  # dc_k = -c - (y_k - x) / (K_k eta), rebuilt from the weights
             moved = reply.items["share.weights"] - server.weights
-            c = server.site.as_sent(my.keep["c"], server.round)
+            c = server.replica.as_sent(my.persistent["c"], server.round)
             dc = -c - moved / (steps * server.local.rate(server.round))
             share = (
                 reply.samples / server.info.samples if self.agg_weights == "size" else 1 / server.info.clients
             )
-            my.memo["change"] = my.memo.get("change", 0) + share * dc
+            my.scratch["change"] = my.scratch.get("change", 0) + share * dc
 
-    def aggregate(self, server: ServerView, my: Box, got: Mapping[str, Any]) -> None:
+    def aggregate(self, server: ServerView, my: State, got: Mapping[str, Any]) -> None:
         share = server.participation_by_size if self.agg_weights == "size" else server.participation
-        change = my.memo.get("change", 0) if self.lean_upload else share * got["dc"]
-        my.keep["c"] = my.keep["c"] + change  # (1/N) sum over S of dc_k: N counts all clients
+        change = my.scratch.get("change", 0) if self.lean_upload else share * got["dc"]
+        my.persistent["c"] = my.persistent["c"] + change  # (1/N) sum over S of dc_k: N counts all clients
 
     def _rule(self, client: ClientView) -> str:
         if self.c_update == "auto":
             return "option2" if client.local.plain_sgd else "mean_grad"
         return self.c_update
 
-    def _renewed(self, client: ClientView, my: Box) -> Tensor:
+    def _renewed(self, client: ClientView, my: State) -> Tensor:
         rule = self._rule(client)
         if rule == "mean_grad":
-            mean: Tensor = my.memo["sum"] / client.steps
+            mean: Tensor = my.scratch["sum"] / client.steps
             return mean
         if rule == "option1":
             return client.full_gradient(client.received) + _decay(client) * client.received
         moved = client.received - client.weights.flat
-        return my.keep["c_k"] - my.got["c"] + moved / (client.steps * client.lr)
+        return my.persistent["c_k"] - my.received["c"] + moved / (client.steps * client.lr)
 
 
 def _decay(client: ClientView) -> float:

@@ -28,12 +28,13 @@ from fedalloy.core.alloy import Alloy, Mechanism
 from fedalloy.core.frozen import Frozen
 from fedalloy.core.net import Outputs
 from fedalloy.core.random import generator, seeded
-from fedalloy.core.state import Box, Phase
+from fedalloy.core.state import Phase, State
 from fedalloy.core.training import Local
 from fedalloy.core.views import EVAL_BATCH, ClientData, Info, Oracle, Part, StepView, outputs
 from fedalloy.core.wire import Items, Mail, Reply, finite
+from fedalloy.errors import renamed
 from fedalloy.models.chain import descend
-from fedalloy.round.replica import BATCHNORM, Site
+from fedalloy.round.replica import BATCHNORM, Replica
 
 AT_ONCE = 2**20  # a client with no more numbers than this has them prepared all at once
 
@@ -44,7 +45,7 @@ class Client:
     def __init__(
         self,
         method: Alloy,
-        site: Site,
+        replica: Replica,
         data: ClientData,
         info: Info,
         local: Local,
@@ -54,9 +55,9 @@ class Client:
         secret: int = 0,
     ) -> None:
         self.method = method
-        self.site = site
-        self.net = site.net
-        self.weights = site.weights
+        self.replica = replica
+        self.net = replica.net
+        self.weights = replica.weights
         self.data = data
         self.info = info
         self.local = local
@@ -66,15 +67,17 @@ class Client:
         self.secret = secret  # what this client's noise is drawn from; nobody else's business
         self.steps = 0
         self.seen = 0
-        items = site.unpack("down", mail.items, site.initial[site.shared], mail.round)
-        self.boxes = {
-            piece.label: Box(keep=_copied(_drawer(keep, piece.label)), got=_drawer(items, piece.label))
+        items = replica.unpack("down", mail.items, replica.initial[replica.shared], mail.round)
+        self.states = {
+            piece.label: State(
+                persistent=_copied(_items_of(keep, piece.label)), received=_items_of(items, piece.label)
+            )
             for piece in method
         }
         self._task, self._terms = method.claimant("task"), method.with_hook("loss")  # once, not at every step
-        site.reset()
+        replica.reset()
         if keep:
-            site.put_own(keep)
+            replica.put_own(keep)
         else:
             self._each("init_client")
         self._each("install")
@@ -85,8 +88,17 @@ class Client:
     def lr(self) -> float:
         return self.local.rate(self.round)
 
-    def box(self, piece: Part) -> Box:
-        return self.boxes[piece.label]
+    def state_of(self, piece: Part) -> State:
+        return self.states[piece.label]
+
+    @property
+    def site(self) -> Replica:
+        renamed("Client.site", "replica")
+        return self.replica
+
+    def box(self, piece: Part) -> State:
+        renamed("Client.box", "state_of")
+        return self.state_of(piece)
 
     def rng(self, *purpose: int | str) -> torch.Generator:
         """A generator of this client's own in this round."""
@@ -94,7 +106,7 @@ class Client:
 
     def frozen(self, flat: Tensor, buffers: Tensor) -> Frozen:
         """The net with other weights, to look at: eval mode, no gradient."""
-        return self.site.frozen(flat, buffers)
+        return self.replica.frozen(flat, buffers)
 
     @torch.no_grad()
     def outputs(self, x: Tensor, frozen: Frozen | None = None) -> Iterator[Outputs]:
@@ -152,49 +164,49 @@ class Client:
         """Every mechanism's upload, checked against what it declared, sealed where a part does so."""
         items: Items = {}
         for piece in self.method:
-            sent = piece.upload(self, self.box(piece))
+            sent = piece.upload(self, self.state_of(piece))
             assert sent.keys() == piece.up.keys(), (
                 f"{piece} declared {sorted(piece.up)} but sent {sorted(sent)}"
             )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
-        shared = self.received[self.site.shared]
+        shared = self.received[self.replica.shared]
         sealer = self.method.claimant("seal")
-        sealed = sealer.seal(self, self.box(sealer), items) if sealer else items
-        packed = self.site.pack("up", sealed, shared, self.round)
-        seen = self.site.unpack("up", packed, shared, self.round) if sealer else items
+        sealed = sealer.seal(self, self.state_of(sealer), items) if sealer else items
+        packed = self.replica.pack("up", sealed, shared, self.round)
+        seen = self.replica.unpack("up", packed, shared, self.round) if sealer else items
         for piece in self.method.with_hook("after_upload"):
-            piece.after_upload(self, self.box(piece), seen)
+            piece.after_upload(self, self.state_of(piece), seen)
         return packed
 
     def as_sent(self, value: Tensor) -> Tensor:
         """What the server will see of an additive value: the value itself unless a codec is at work."""
-        return self.site.as_sent(value, self.round)
+        return self.replica.as_sent(value, self.round)
 
     @torch.no_grad()
     def examine(self) -> dict[str, float | Tensor]:
         """What the mechanisms show of this client after training."""
         found: dict[str, float | Tensor] = {}
         for piece in self.method.with_hook("examine_client"):
-            found |= piece.examine_client(self, self.box(piece))
+            found |= piece.examine_client(self, self.state_of(piece))
         return found
 
     def keep(self) -> Items:
-        """What survives until this client is asked again: drawers, and the weights that nobody shares."""
-        drawers = {
+        """What survives until this client is asked again: its mechanisms' state, and the weights that nobody shares."""
+        held = {
             f"{label}.{name}": value.detach()
-            for label, box in self.boxes.items()
-            for name, value in box.keep.items()
+            for label, box in self.states.items()
+            for name, value in box.persistent.items()
         }
-        return drawers | self.site.own()
+        return held | self.replica.own()
 
     def _each(self, hook: str) -> None:
         with torch.no_grad():
             for piece in self.method.with_hook(hook):
-                getattr(piece, hook)(self, self.box(piece))
+                getattr(piece, hook)(self, self.state_of(piece))
 
     def _phases(self) -> Sequence[Phase]:
         if claimant := self.method.claimant("phases"):
-            phases = claimant.phases(self, self.box(claimant), self.local.epochs)
+            phases = claimant.phases(self, self.state_of(claimant), self.local.epochs)
             if phases is not None:
                 return phases
         return [Phase(self.local.epochs, steps=self.local.steps)]
@@ -207,7 +219,7 @@ class Client:
         leaf = self.weights.flat[span].detach()
         local = self.local.as_plain_sgd if phase.plain else self.local
         optimiser = local.optimiser(leaf, self.lr if phase.lr is None else phase.lr)
-        self.site.mode(training=True)
+        self.replica.mode(training=True)
         if phase.freeze_bn:
             self._freeze_statistics_of_all_but(phase.part)
         for step in self._steps(stream, phase, data):
@@ -217,7 +229,7 @@ class Client:
     def _rest(self) -> None:
         """Training is over: nothing is frozen any more, and the model is as it will be used."""
         self.weights.open("")
-        self.site.mode(training=False)
+        self.replica.mode(training=False)
 
     def _freeze_statistics_of_all_but(self, part: str) -> None:
         span = self.weights.buffer_span(part)
@@ -240,12 +252,12 @@ class Client:
                 x, prepare = data.prepare(x, None), _ready
             counter = (self.seed, self.round, self.id, stream, epoch, "dropout")
             with (
-                nullcontext() if self.site.chain else seeded(*counter, device=self.site.device)
+                nullcontext() if self.replica.chain else seeded(*counter, device=self.replica.device)
             ):  # a chain draws nothing
                 for a in range(0, data.samples, size):
                     if done == most:
                         break
-                    if min(size, data.samples - a) == 1 and self.site.has_batchnorm:
+                    if min(size, data.samples - a) == 1 and self.replica.has_batchnorm:
                         continue  # train-mode BatchNorm cannot normalise a single sample
                     done += 1
                     cut = slice(a, a + size)
@@ -259,8 +271,8 @@ class Client:
         return self._gradient(step, self.objective if self._task or self._terms else cross_entropy)
 
     def _gradient(self, step: StepView, objective: Callable[[StepView], Tensor]) -> Tensor:
-        if objective is cross_entropy and self.site.chain and self.weights.all_open:
-            step.out, step.value = descend(self.site.chain, step.x, step.y)  # the same bits, in less time
+        if objective is cross_entropy and self.replica.chain and self.weights.all_open:
+            step.out, step.value = descend(self.replica.chain, step.x, step.y)  # the same bits, in less time
             return self.weights.grad
         return self._backward(step, objective)
 
@@ -275,11 +287,11 @@ class Client:
 
     def objective(self, step: StepView) -> Tensor:
         """Task and losses of a batch after its forward pass, as a graph."""
-        loss = self._task.task(step, self.box(self._task)) if self._task else None
+        loss = self._task.task(step, self.state_of(self._task)) if self._task else None
         if loss is None:
             loss = cross_entropy(step)
         for piece in self._terms:
-            term = piece.loss(step, self.box(piece))
+            term = piece.loss(step, self.state_of(piece))
             if term is not None:
                 loss = loss + term
         return loss
@@ -288,12 +300,12 @@ class Client:
         """The gradient as the method sees it: wrappers around task and losses, first mechanism innermost."""
         oracle: Oracle = self._innermost
         for piece in self.method.with_hook("gradient"):
-            oracle = partial(_wrapped, piece, self.box(piece), oracle)
+            oracle = partial(_wrapped, piece, self.state_of(piece), oracle)
         return oracle
 
 
 @torch.no_grad()
-def _wrapped(piece: Mechanism, box: Box, inner: Oracle, step: StepView) -> Tensor:
+def _wrapped(piece: Mechanism, box: State, inner: Oracle, step: StepView) -> Tensor:
     return piece.gradient(step, box, inner)
 
 
@@ -329,7 +341,7 @@ def cross_entropy(step: StepView) -> Tensor:
 
 def client_round(
     method: Alloy,
-    site: Site,
+    replica: Replica,
     data: ClientData,
     info: Info,
     local: Local,
@@ -340,7 +352,7 @@ def client_round(
 ) -> tuple[Reply, Items]:
     """Train once on what the mail brought; a client that blows up keeps the state it came with."""
     began = time.perf_counter()
-    client = Client(method, site, data, info, local, keep, mail, seed, secret)
+    client = Client(method, replica, data, info, local, keep, mail, seed, secret)
     loss = client.train()
     with torch.no_grad():
         due = local.diagnose_every and mail.round % local.diagnose_every == 0
@@ -349,8 +361,8 @@ def client_round(
         kept = client.keep()
     if kept and not (math.isfinite(loss) and all(map(finite, (*items.values(), *kept.values())))):
         kept = keep  # the server refuses such a reply; a state that is not finite would spoil all later ones
-    for box in client.boxes.values():
-        box.memo.clear()  # what holds the client would keep its vectors until a collector comes
+    for box in client.states.values():
+        box.scratch.clear()  # what holds the client would keep its vectors until a collector comes
     seconds = time.perf_counter() - began
     return Reply(
         mail.round, mail.client, items, data.samples, client.steps, client.seen, loss, seconds, notes
@@ -358,13 +370,13 @@ def client_round(
 
 
 @torch.no_grad()
-def client_told(method: Alloy, site: Site, data: ClientData, mail: Mail) -> Reply:
+def client_told(method: Alloy, replica: Replica, data: ClientData, mail: Mail) -> Reply:
     """What a client tells the mechanism that asks, of the model that the mail brought."""
     began = time.perf_counter()
     label = next(iter(mail.items)).partition(".")[0]
     asker = next(piece for piece in method if piece.label == label)
-    site.showing("global", mail.items[f"{label}.weights"], mail.items[f"{label}.buffers"])
-    told = asker.answer(site, data)
+    replica.showing("global", mail.items[f"{label}.weights"], mail.items[f"{label}.buffers"])
+    told = asker.answer(replica, data)
     assert told.keys() == asker.query.keys(), (
         f"{asker} declared {sorted(asker.query)} but told {sorted(told)}"
     )
@@ -373,19 +385,33 @@ def client_told(method: Alloy, site: Site, data: ClientData, mail: Mail) -> Repl
 
 
 def personal_client(
-    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+    method: Alloy,
+    replica: Replica,
+    data: ClientData,
+    info: Info,
+    local: Local,
+    keep: Items,
+    mail: Mail,
+    seed: int,
 ) -> Client:
     """A client with its own model as it would be used."""
-    client = Client(method, site, data, info, local, keep, mail, seed)
+    client = Client(method, replica, data, info, local, keep, mail, seed)
     client._each("adapt")
     return client
 
 
 def client_model(
-    method: Alloy, site: Site, data: ClientData, info: Info, local: Local, keep: Items, mail: Mail, seed: int
+    method: Alloy,
+    replica: Replica,
+    data: ClientData,
+    info: Info,
+    local: Local,
+    keep: Items,
+    mail: Mail,
+    seed: int,
 ) -> Callable[[Tensor], Tensor]:
     """The client's own model as it would be used: a function from stored samples to scores."""
-    client = personal_client(method, site, data, info, local, keep, mail, seed)
+    client = personal_client(method, replica, data, info, local, keep, mail, seed)
     claimant = method.claimant("predict")
 
     @torch.inference_mode()
@@ -394,14 +420,14 @@ def client_model(
         for out in client.outputs(x):
             step = Step(client, x, x, x, 0)
             step.out = out
-            own = claimant.predict(step, client.box(claimant)) if claimant else None
+            own = claimant.predict(step, client.state_of(claimant)) if claimant else None
             said.append(out.logits if own is None else own)
         return torch.cat(said) if said else client.weights.flat.new_empty(0, data.classes)
 
     return scores
 
 
-def _drawer(items: Items, label: str) -> Items:
+def _items_of(items: Items, label: str) -> Items:
     """One mechanism's own items."""
     prefix = label + "."
     return {key.removeprefix(prefix): value for key, value in items.items() if key.startswith(prefix)}

@@ -19,7 +19,7 @@ def examine(server: Server, federation: Federation) -> Findings:
         return {}
     found = generic(seen)
     for piece in server.method.with_hook("examine"):
-        found |= piece.examine(server, server.box(piece), seen)
+        found |= piece.examine(server, server.state_of(piece), seen)
     return found
 
 
@@ -29,7 +29,7 @@ def look(server: Server, federation: Federation) -> Seen | None:
     name, model = next(((n, m) for n, m in server.shown().items() if n in ("global", "aux")), ("", None))
     if model is None:
         return None
-    net, index = server.site.showing(name, *model), federation.split.global_test
+    net, index = server.replica.showing(name, *model), federation.split.global_test
     x = federation.dataset.x
     outs = [net(federation.prepare(x[batch], None)) for batch in torch.split(index, EVAL_BATCH)]
     features, embedding, logits = (torch.cat(column) for column in zip(*outs, strict=True))

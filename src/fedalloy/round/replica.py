@@ -1,4 +1,4 @@
-"""A site: the net of one architecture, cut to a method, built once and lent to one client after another."""
+"""A replica: the net of one architecture as a method has built it, lent to one client after another."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ OWN = ("own.weights", "own.buffers")
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
-class Site:
+class Replica:
     """A net, its flat weights and its initial state."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Site:
             self.net.train(training)
 
     def reset(self) -> None:
-        """Hand the site to another client."""
+        """Hand the replica to another client."""
         self.weights.load(self.initial, self.initial_buffers)
         self._lent = 0
         for spare in self._spares:
@@ -239,8 +239,8 @@ def _gaps(layout: Layout, shared: list[str]) -> list[slice]:
     return gaps
 
 
-class Sites:
-    """The sites of a federation, one for each architecture, built when first needed."""
+class Replicas:
+    """The replicas of a federation, one for each architecture, built when first needed."""
 
     def __init__(
         self,
@@ -256,15 +256,15 @@ class Sites:
         self.imports = imports
         self.method, self.models, self.inputs, self.seed = method, models, inputs, seed
         self.precision, self.rounds, self.device = precision, rounds, device
-        self._built: dict[str, Site] = {}
+        self._built: dict[str, Replica] = {}
 
-    def of(self, client: int) -> Site:
+    def of(self, client: int) -> Replica:
         """Client k has architecture k mod number of architectures."""
         return self.named(self.models[client % len(self.models)])
 
-    def named(self, model: str) -> Site:
+    def named(self, model: str) -> Replica:
         if model not in self._built:
-            self._built[model] = Site(
+            self._built[model] = Replica(
                 self.method,
                 model,
                 self.inputs,

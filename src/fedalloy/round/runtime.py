@@ -1,6 +1,6 @@
-"""The workshop opens mail: it finds the client's data, site and private state, and does the errand.
+"""The client runtime answers messages: it finds data, replica and private state of a client and does what is asked.
 
-One workshop stands in every process that works for clients; engines carry mail to it and replies back.
+One runtime stands in every process that works for clients; engines bring messages to it and take replies back.
 """
 
 import time
@@ -19,7 +19,7 @@ from fedalloy.core.views import EVAL_BATCH
 from fedalloy.core.wire import Items, Mail, Reply
 from fedalloy.data.federation import Federation
 from fedalloy.round.client import client_model, client_round, client_told
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 from fedalloy.round.vault import Vault
 
 CHUNK = 4 * EVAL_BATCH  # samples scored in one errand
@@ -46,14 +46,14 @@ def tiny_is_zero() -> Iterator[None]:
 
 
 @dataclass
-class Workshop:
+class ClientRuntime:
     """All that is needed to act for any client of a federation.
 
-    Clients work on the device of their sites; mail comes from the CPU, replies and private state go back there.
+    Clients work on the device of their replicas; messages come from the CPU, replies and private state go back there.
     """
 
     method: Alloy
-    sites: Sites
+    replicas: Replicas
     federation: Federation
     local: Local
     vault: Vault
@@ -62,9 +62,9 @@ class Workshop:
     secret: int = 0  # what clients draw their noise from; in a simulation nothing is secret
 
     def __post_init__(self) -> None:
-        self.federation = self.federation.on(self.sites.device)
+        self.federation = self.federation.on(self.replicas.device)
 
-    def open(self, mail: Mail) -> Reply:
+    def handle(self, mail: Mail) -> Reply:
         """Do what the mail says."""
         errands = {
             "train": self._train,
@@ -78,11 +78,11 @@ class Workshop:
 
     def _train(self, mail: Mail) -> Reply:
         """One round of training; the client's private state goes back to the vault before the reply leaves."""
-        site, data = self.sites.of(mail.client), self.federation.client(mail.client)
+        replica, data = self.replicas.of(mail.client), self.federation.client(mail.client)
         keep = self._state(mail)
         info = self.federation.info
         reply, kept = client_round(
-            self.method, site, data, info, self.local, keep, mail, self.seed, self.secret
+            self.method, replica, data, info, self.local, keep, mail, self.seed, self.secret
         )
         self.vault.save(mail.client, mail.round, _away(kept))
         return reply
@@ -90,10 +90,10 @@ class Workshop:
     def _evaluate(self, mail: Mail) -> Reply:
         """The client's own model on its own test split, by class, and on the global test set."""
         began = time.perf_counter()
-        site, data = self.sites.of(mail.client), self.federation.client(mail.client)
+        replica, data = self.replicas.of(mail.client), self.federation.client(mail.client)
         keep = self._state(mail)
         scores = client_model(
-            self.method, site, data, self.federation.info, self.local, keep, mail, self.seed
+            self.method, replica, data, self.federation.info, self.local, keep, mail, self.seed
         )
         right = scores(data.x_test).argmax(1) == data.y_test
         items = {
@@ -108,14 +108,16 @@ class Workshop:
 
     def _tell(self, mail: Mail) -> Reply:
         """What a client says of the new global model; its private state is not touched."""
-        return client_told(self.method, self.sites.of(mail.client), self.federation.client(mail.client), mail)
+        return client_told(
+            self.method, self.replicas.of(mail.client), self.federation.client(mail.client), mail
+        )
 
     @torch.inference_mode()
     def _score(self, mail: Mail) -> Reply:
         """A model on one chunk of the scored samples: predictions and losses."""
         began = time.perf_counter()
         name = next(iter(mail.items)).partition(".")[0]
-        net = self.sites.of(0).showing(name, mail.items[f"{name}.weights"], mail.items[f"{name}.buffers"])
+        net = self.replicas.of(0).showing(name, mail.items[f"{name}.weights"], mail.items[f"{name}.buffers"])
         index = self.federation.scored[mail.client * CHUNK : (mail.client + 1) * CHUNK]
         predictions: list[Tensor] = []
         losses: list[Tensor] = []
@@ -133,7 +135,7 @@ class Workshop:
         return self._here(self.vault.load(mail.client, before))
 
     def _here(self, items: Items) -> Items:
-        return {key: value.to(self.sites.device) for key, value in items.items()}
+        return {key: value.to(self.replicas.device) for key, value in items.items()}
 
 
 def _away(items: Items) -> Items:

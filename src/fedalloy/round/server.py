@@ -9,23 +9,24 @@ from torch import Tensor
 from fedalloy.core.alloy import Alloy, Folded, Mechanism, Slots
 from fedalloy.core.random import generator
 from fedalloy.core.reduce import Fold
-from fedalloy.core.state import Box
+from fedalloy.core.state import State
 from fedalloy.core.training import Local
 from fedalloy.core.views import Info, Part
 from fedalloy.core.wire import Errand, Items, Mail, Reply, Spec
+from fedalloy.errors import renamed
 from fedalloy.round.lengths import too_long
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.replies import Outcome, usable
 
 
 class Server:
-    """Shared weights, every mechanism's drawer, and the facts that mechanisms may ask for."""
+    """Shared weights, every mechanism's state, and the facts that mechanisms may ask for."""
 
     def __init__(
-        self, method: Alloy, site: Site, info: Info, local: Local, seed: int, secret: int = 0
+        self, method: Alloy, replica: Replica, info: Info, local: Local, seed: int, secret: int = 0
     ) -> None:
         self.method = method
-        self.site = site
+        self.replica = replica
         self.info = info
         self.local = local
         self.seed = seed
@@ -35,16 +36,25 @@ class Server:
         self.buffers = torch.empty(0)
         self.previous = torch.empty(0)  # the shared weights that this round's clients started from
         self.participants: list[Reply] = []  # this round's usable replies, without their items
-        self.boxes = {piece.label: Box() for piece in method}
+        self.states = {piece.label: State() for piece in method}
         self.weighed = method.weighed
         self.most_norm: float | None = None  # how many times as long as usual a reply may be
-        self._declared = site.specs("up")
-        self._variances = _variances(site)
+        self._declared = replica.specs("up")
+        self._variances = _variances(replica)
         for piece in method.with_hook("init_server"):
-            piece.init_server(self, self.box(piece))
+            piece.init_server(self, self.state_of(piece))
 
-    def box(self, piece: Part) -> Box:
-        return self.boxes[piece.label]
+    def state_of(self, piece: Part) -> State:
+        return self.states[piece.label]
+
+    @property
+    def site(self) -> Replica:
+        renamed("Server.site", "replica")
+        return self.replica
+
+    def box(self, piece: Part) -> State:
+        renamed("Server.box", "state_of")
+        return self.state_of(piece)
 
     def rng(self, *purpose: int | str) -> torch.Generator:
         return generator(self.seed, self.round, "server", *purpose)
@@ -63,12 +73,12 @@ class Server:
         """One client's mail, checked against what the mechanisms declared."""
         items: Items = {}
         for piece in self.method:
-            sent = piece.download(self, self.box(piece), client)
+            sent = piece.download(self, self.state_of(piece), client)
             assert sent.keys() == piece.down.keys(), (
                 f"{piece} declared {sorted(piece.down)} but sent {sorted(sent)}"
             )
             items |= {f"{piece.label}.{name}": value for name, value in sent.items()}
-        return Mail(errand, self.round, client, self.site.pack("down", items, self.weights, self.round))
+        return Mail(errand, self.round, client, self.replica.pack("down", items, self.weights, self.round))
 
     @torch.no_grad()
     def receive(self, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
@@ -79,7 +89,7 @@ class Server:
         held: list[Reply] = []
         for reply in self._believable(expected, replies, "up", self._declared, outcome):
             for piece in self.method.with_hook("on_reply"):
-                piece.on_reply(self, self.box(piece), reply)
+                piece.on_reply(self, self.state_of(piece), reply)
             if claimant:
                 held.append(reply)  # its weights need every reply
             else:
@@ -87,18 +97,18 @@ class Server:
         if self.weighed:
             outcome.bytes_up["samples"] = 8 * (len(outcome.accepted) + len(outcome.refused))
         if claimant and held:
-            weights = claimant.weigh(self, self.box(claimant), held)
+            weights = claimant.weigh(self, self.state_of(claimant), held)
             for reply, weight in zip(held, weights or [float(r.samples) for r in held], strict=True):
                 _add(folds, reply, weight)
         self.participants = outcome.accepted
         if outcome.accepted:
             got: Folded = {label: fold.got() for label, fold in folds.items()}
             if last := self.method.claimant("folded"):
-                got = last.folded(self, self.box(last), got)
+                got = last.folded(self, self.state_of(last), got)
             for piece in self.method:
-                piece.aggregate(self, self.box(piece), got[piece.label])
-        for box in self.boxes.values():
-            box.memo.clear()
+                piece.aggregate(self, self.state_of(piece), got[piece.label])
+        for box in self.states.values():
+            box.scratch.clear()
         return outcome
 
     def ask(self, asker: Mechanism, clients: Sequence[int]) -> list[Mail]:
@@ -110,14 +120,14 @@ class Server:
     @torch.no_grad()
     def hear(self, asker: Mechanism, expected: Sequence[int], replies: Iterable[Reply]) -> Outcome:
         """Hand what clients told to the mechanism that asked."""
-        outcome, specs = Outcome(), self.site.specs("query")
+        outcome, specs = Outcome(), self.replica.specs("query")
         declared = {key: specs[key] for key in (f"{asker.label}.{name}" for name in asker.query)}
         found = self._believable(expected, replies, "query", declared, outcome)
         told = (replace(reply, items=_of(asker.label, asker.query, reply)) for reply in found)
-        asker.on_answers(self, self.box(asker), told)
+        asker.on_answers(self, self.state_of(asker), told)
         for _ in told:  # whoever was not listened to
             pass
-        self.box(asker).memo.clear()
+        self.state_of(asker).scratch.clear()
         return outcome
 
     def _believable(
@@ -150,7 +160,7 @@ class Server:
         """Every reply that can be used, unpacked; where nothing hides it, each says how many samples it stands for."""
 
         def read(reply: Reply) -> Reply:
-            return replace(reply, items=self.site.unpack(way, reply.items, self.weights, self.round))
+            return replace(reply, items=self.replica.unpack(way, reply.items, self.weights, self.round))
 
         weighed = self.method.claimant("seal") is None
         doubt = self._negative_variance
@@ -166,9 +176,9 @@ class Server:
 
     def shown(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The models to evaluate, by name: flat weights and buffers of the whole net, or of `aux`."""
-        site, shared = self.site, self.method.shared
-        span = site.weights.buffer_span(shared or "")
-        buffers = self.buffers if len(self.buffers) else site.initial_buffers[span]
+        replica, shared = self.replica, self.method.shared
+        span = replica.weights.buffer_span(shared or "")
+        buffers = self.buffers if len(self.buffers) else replica.initial_buffers[span]
         models: dict[str, Tensor | tuple[Tensor, Tensor]] = (
             {"global": self.weights} if self.method.whole else {}
         )
@@ -177,7 +187,7 @@ class Server:
         for piece in sorted(
             self.method.with_hook("eval_models"), key=lambda piece: bool(piece.query)
         ):  # who asked comes last
-            models |= piece.eval_models(self, self.box(piece))
+            models |= piece.eval_models(self, self.state_of(piece))
         return {
             name: model if isinstance(model, tuple) else (model, buffers) for name, model in models.items()
         }
@@ -185,7 +195,9 @@ class Server:
     def state(self) -> Items:
         """Everything that must survive: a run resumed from it gives the same bits."""
         items = {
-            f"{label}.{name}": value for label, box in self.boxes.items() for name, value in box.keep.items()
+            f"{label}.{name}": value
+            for label, box in self.states.items()
+            for name, value in box.persistent.items()
         }
         return items | {"server.weights": self.weights, "server.buffers": self.buffers}
 
@@ -193,17 +205,19 @@ class Server:
         """Take over what `state` returned after a round."""
         self.round = round
         self.weights, self.buffers = state["server.weights"], state["server.buffers"]
-        for label, box in self.boxes.items():
+        for label, box in self.states.items():
             prefix = label + "."
-            box.keep = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
+            box.persistent = {
+                k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)
+            }
 
 
-def _variances(site: Site) -> dict[str, Tensor]:
+def _variances(replica: Replica) -> dict[str, Tensor]:
     """Where variances lie in the slots that hold a net's statistics: those of BatchNorm, and others of that name."""
     found: dict[str, Tensor] = {}
-    layout = site.weights.buffer_layout
-    for piece in site.method:
-        span = site.weights.buffer_span(getattr(piece, "part", ""))
+    layout = replica.weights.buffer_layout
+    for piece in replica.method:
+        span = replica.weights.buffer_span(getattr(piece, "part", ""))
         places = [
             torch.arange(a, b) - span.start
             for name, (a, b) in layout.spans.items()
@@ -211,7 +225,7 @@ def _variances(site: Site) -> dict[str, Tensor]:
         ]
         for name, slot in piece.up.items():
             key = f"{piece.label}.{name}"
-            if slot.shape == ("buffers",) and places and site.specs("up")[key].bytes:
+            if slot.shape == ("buffers",) and places and replica.specs("up")[key].bytes:
                 found[key] = torch.cat(places)
     return found
 

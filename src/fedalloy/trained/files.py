@@ -14,7 +14,7 @@ from fedalloy.core.net import Net
 from fedalloy.core.wire import Items, fingerprint, restore
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.folder import RunFolder
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.trained.card import MOST_BYTES, Card
 from fedalloy.trained.kept import newest
 from fedalloy.trained.model import Model
@@ -94,10 +94,10 @@ def _skeleton(card: Card, path: Path, imports: Imports | None) -> Net:
     if not card.code:
         _refuse_giants(card, path)
     method = registry.make(card.method, imports)
-    site = Site(method, card.model, inputs, card.seed, card.models, rounds=card.rounds, imports=imports)
-    if card.which == "aux" and not hasattr(site.net, "aux"):
+    replica = Replica(method, card.model, inputs, card.seed, card.models, rounds=card.rounds, imports=imports)
+    if card.which == "aux" and not hasattr(replica.net, "aux"):
         raise FedAlloyError(f"{path}: {card.method[:80]!r} has no auxiliary model")
-    net = site.net.aux if card.which == "aux" else site.net
+    net = replica.net.aux if card.which == "aux" else replica.net
     if card.which == "personal" and hasattr(net, "aux"):
         del net.aux
     if card.head == "prototypes":

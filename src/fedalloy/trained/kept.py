@@ -8,7 +8,7 @@ from fedalloy.core.wire import Mail
 from fedalloy.errors import FedAlloyError
 from fedalloy.experiment.config import Config
 from fedalloy.round.client import personal_client
-from fedalloy.round.runtime import Workshop, tiny_is_zero
+from fedalloy.round.runtime import ClientRuntime, tiny_is_zero
 from fedalloy.trained.take import as_used, carded
 from fedalloy.trained.write import packed
 
@@ -16,22 +16,22 @@ FOLDER = "models"  # in a site's state: RUN-CLIENT.safetensors
 log = logging.getLogger("fedalloy")
 
 
-def keep_tested(state: Path, run: str, workshop: Workshop, mail: Mail, config: Config) -> None:
+def keep_tested(state: Path, run: str, runtime: ClientRuntime, mail: Mail, config: Config) -> None:
     """Write the model that a test at this site has just judged, if it is this client's own."""
-    method = workshop.method
+    method = runtime.method
     if not method.personal:
         return
-    federation, site = workshop.federation, workshop.sites.of(mail.client)
-    known = workshop.vault.load(mail.client, mail.round + 1)
+    federation, replica = runtime.federation, runtime.replicas.of(mail.client)
+    known = runtime.vault.load(mail.client, mail.round + 1)
     data = federation.client(mail.client)
     with tiny_is_zero():
         client = personal_client(
-            method, site, data, federation.info, config.local, known, mail, workshop.seed
+            method, replica, data, federation.info, config.local, known, mail, runtime.seed
         )
         net, head = as_used(client)
     how = federation.dataset.preprocessing
     try:
-        model = carded(net, config, method, mail.round, how, site.model, "personal", mail.client, head)
+        model = carded(net, config, method, mail.round, how, replica.model, "personal", mail.client, head)
     except FedAlloyError as error:
         log.warning("run %s: %s; no model is kept", run, error)
         return

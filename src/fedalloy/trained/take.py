@@ -21,7 +21,7 @@ from fedalloy.experiment.config import Config
 from fedalloy.experiment.folder import RunFolder
 from fedalloy.mechanisms.class_means import prototypes
 from fedalloy.round.client import Client, personal_client
-from fedalloy.round.replica import Sites
+from fedalloy.round.replica import Replicas
 from fedalloy.round.server import Server
 from fedalloy.trained.card import Card, Head, Which
 from fedalloy.trained.model import Model
@@ -50,7 +50,7 @@ class Opened:
     folder: RunFolder
     config: Config
     preprocessing: Preprocessing
-    sites: Sites
+    replicas: Replicas
     server: Server
 
     @classmethod
@@ -63,7 +63,7 @@ class Opened:
         if not round:
             raise FedAlloyError(f"{path} has no checkpoint yet; carry on with 'fedalloy run --resume {path}'")
         agreed = folder.preprocessing() or _from_data(config, Path(path))
-        sites = Sites(
+        replicas = Replicas(
             method,
             config.architectures,
             agreed.inputs,
@@ -72,9 +72,9 @@ class Opened:
             config.rounds,
             imports=imports,
         )
-        server = Server(method, sites.of(0), Info(config.clients, 1), config.local, config.seed)
+        server = Server(method, replicas.of(0), Info(config.clients, 1), config.local, config.seed)
         server.resume(state, round)
-        return cls(folder, config, agreed, sites, server)
+        return cls(folder, config, agreed, replicas, server)
 
     def model(self) -> Model:
         """The model that is evaluated as the global one."""
@@ -85,7 +85,7 @@ class Opened:
                 f"{self.server.method.title} has no global model: every client has its own; "
                 "take one with --client, or result.personal(client)"
             )
-        net = copy.deepcopy(self.server.site.showing(which, *shown[which]))
+        net = copy.deepcopy(self.server.replica.showing(which, *shown[which]))
         name = self.config.architectures[0]
         return carded(
             net, self.config, self.server.method, self.server.round, self.preprocessing, name, which
@@ -95,7 +95,7 @@ class Opened:
         """The model of one client, as it is evaluated."""
         if not 0 <= client < self.config.clients:
             raise FedAlloyError(f"client {client}: there are clients 0 to {self.config.clients - 1}")
-        method, site = self.server.method, self.sites.of(client)
+        method, replica = self.server.method, self.replicas.of(client)
         if not method.personal:
             raise FedAlloyError(
                 f"{method.title} has no personal models; take the global one, without --client"
@@ -107,10 +107,10 @@ class Opened:
         known = self.folder.vault.load(client, self.server.round + 1)
         data, info = self._data(client), self.server.info
         mail = self.server.send(client, "evaluate")
-        asked = personal_client(method, site, data, info, self.config.local, known, mail, self.config.seed)
+        asked = personal_client(method, replica, data, info, self.config.local, known, mail, self.config.seed)
         net, head = as_used(asked)
         round, how = self.server.round, self.preprocessing
-        return carded(net, self.config, method, round, how, site.model, "personal", client, head)
+        return carded(net, self.config, method, round, how, replica.model, "personal", client, head)
 
     def _data(self, client: int) -> ClientData:
         """What the client holds, where its model is adapted to it before it is used; else nothing."""

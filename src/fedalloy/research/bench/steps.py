@@ -19,7 +19,7 @@ from fedalloy.data import Prepare
 from fedalloy.errors import FedAlloyWarning
 from fedalloy.experiment.run import one_thread
 from fedalloy.round.client import client_round
-from fedalloy.round.replica import Site
+from fedalloy.round.replica import Replica
 from fedalloy.round.server import Server
 
 INPUTS = Inputs("image", (3, 32, 32), classes=10)
@@ -64,13 +64,13 @@ def flops(method: str, model: str, epochs: int, samples: int = 8) -> int:
 def _round(text: str, model: str, epochs: int, samples: int = STEPS * BATCH) -> Step:
     """A function that plays one more round of a client with random images and returns the CPU seconds it took."""
     method = registry.make(text)
-    site = Site(method, model, INPUTS, seed=0)
+    replica = Replica(method, model, INPUTS, seed=0)
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (samples, *INPUTS.shape), dtype=torch.uint8, generator=draw)
     y = torch.arange(len(x)) % INPUTS.classes
     data = ClientData(x, y, x[:0], y[:0], INPUTS.classes, Prepare("image", (0.5,) * 3, (0.25,) * 3))
     info, local = Info(1, len(x)), Local(batch=BATCH, lr=0.01, epochs=epochs)
-    server = Server(method, site, info, local, seed=0)
+    server = Server(method, replica, info, local, seed=0)
     keep: dict[str, torch.Tensor] = {}
 
     def play() -> float:
@@ -78,7 +78,7 @@ def _round(text: str, model: str, epochs: int, samples: int = STEPS * BATCH) -> 
         server.round += 1
         mail = server.send(0)
         began = time.process_time()
-        reply, keep = client_round(method, site, data, info, local, keep, mail, seed=0)
+        reply, keep = client_round(method, replica, data, info, local, keep, mail, seed=0)
         seconds = time.process_time() - began
         server.receive([0], [reply])
         return seconds
