@@ -45,7 +45,6 @@ __all__ = [
     "Result",
     "Slot",
     "State",
-    "__version__",
     "alloy",
     "export",
     "federate",

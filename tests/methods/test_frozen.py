@@ -7,11 +7,11 @@ import torch
 from laboratory import BATCHNORM, MLP, Lab, far
 from torch import Tensor
 
+from fedalloy.core import frozen
 from fedalloy.core.alloy import Alloy
 from fedalloy.core.frozen import Frozen
 from fedalloy.data.federation import federate
 from fedalloy.methods import fedsol, moon
-from fedalloy.round import replica as replica
 
 EPOCHS, SAMPLES = 3, 72
 METHODS = {"MOON": (moon(proj_dim=12), 2), "FedSOL": (fedsol(), 1)}  # and how many models it looks at
@@ -64,7 +64,7 @@ def test_it_makes_no_difference(
     flat = lab.trained(0).weights.flat.clone()
     looks.clear()
     lab.server.round -= 1  # once more
-    monkeypatch.setattr(replica, "REMEMBERED", 0)
+    monkeypatch.setattr(frozen, "REMEMBERED", 0)
     again = lab.trained(0).weights.flat
     assert sum(looks) == EPOCHS * models * SAMPLES
     assert far(flat, again) < 1e-5
